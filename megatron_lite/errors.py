@@ -1,0 +1,58 @@
+"""What a user may read when something is wrong: what was found, why it cannot be, and the fix as something to type.
+
+    ConfigError       flags, values and combinations of them
+    DataError         corpora, tokenizers, caches
+    CheckpointError   saving and loading
+    RankFailure       another rank failed, hangs, or disagrees
+
+The entry points print the text and exit with a status other than 0; a traceback is for our own bugs only.
+"""
+
+
+class MegatronLiteError(Exception):
+    """An error that is the user's to mend, in three parts.
+
+    Args:
+        what: what was found, with the flags or files and their values.
+        why: the rule that it breaks.
+        fix: what to type or do instead.
+    """
+
+    exit_status = 1
+
+    def __init__(self, what: str, *, why: str = "", fix: str = ""):
+        self.what, self.why, self.fix = what, why, fix
+        super().__init__(what, why, fix)  # args: so that the error survives pickling between processes
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.why, self.fix)
+
+    def __str__(self) -> str:
+        parts = [self.what]
+        if self.why:
+            parts.append(f"  why: {self.why}")
+        if self.fix:
+            parts.append(f"  fix: {self.fix}")
+        return "\n".join(parts)
+
+
+def _rebuild(kind: type[MegatronLiteError], what: str, why: str, fix: str) -> MegatronLiteError:
+    return kind(what, why=why, fix=fix)
+
+
+class ConfigError(MegatronLiteError):
+    """Flags, or a combination of flags, that cannot be run. Exit status 2, as argparse has it."""
+
+    exit_status = 2
+
+
+class DataError(MegatronLiteError):
+    """A corpus, tokenizer or index cache that cannot be used."""
+
+
+class CheckpointError(MegatronLiteError):
+    """A checkpoint that cannot be written or read."""
+
+
+class RankFailure(MegatronLiteError):
+    """A rank that failed, hangs or holds other values than its peers."""
