@@ -1,0 +1,114 @@
+"""Global truth, local view: which part of a global tensor a rank holds. Pure arithmetic, no torch.
+
+Every parameter has one global name and one global shape, whatever the layout. A rank's tensor is one or several
+boxes of it; several when the cut is not contiguous, as for the stacked [gate; up] rows of a gated MLP:
+
+    global rows   | gate 0 1 2 3 | up 4 5 6 7 |       tp rank 0 of 2 holds rows 0 1 and 4 5:
+    local rows    | 0 1 | 2 3 |                       pieces  (0 -> 0, 2 rows), (4 -> 2, 2 rows)
+
+Initialisation fills the boxes, checkpoints write and read them, tests join them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box that lies at `global_offset` in the global tensor and at `local_offset` in this rank's."""
+
+    global_offset: Index
+    local_offset: Index
+    shape: Index
+
+    def local_slices(self) -> tuple[slice, ...]:
+        """Indexes the rank's tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.local_offset, self.shape))
+
+    def global_slices(self) -> tuple[slice, ...]:
+        """Indexes the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.global_offset, self.shape))
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Where a rank's tensor lies in the global tensor `name` of `global_shape`."""
+
+    name: str
+    global_shape: Index
+    pieces: tuple[Piece, ...]
+
+    @property
+    def local_shape(self) -> Index:
+        """The shape of the rank's tensor: the corner furthest from the origin."""
+        ends = [tuple(o + n for o, n in zip(p.local_offset, p.shape)) for p in self.pieces]
+        return tuple(map(max, zip(*ends))) if ends and ends[0] else ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds all of the tensor."""
+        return self.local_shape == self.global_shape
+
+    def renamed(self, name: str) -> ShardSpec:
+        """The same place in a tensor of another name."""
+        return replace(self, name=name)
+
+
+def whole(name: str, shape: Index) -> ShardSpec:
+    """A tensor that every rank holds completely."""
+    return ShardSpec(name, tuple(shape), (Piece((0,) * len(shape), (0,) * len(shape), tuple(shape)),))
+
+
+def split(name: str, local_shape: Index, dim: int, rank: int, size: int, stride: int = 1) -> ShardSpec:
+    """A tensor cut along `dim` over `size` ranks.
+
+    Args:
+        local_shape: what one rank holds.
+        stride: number of stacked parts, each of which is cut (2 for [gate; up]): the global dimension falls into
+            `size * stride` blocks and rank r keeps blocks r, r + size, ...
+    """
+    if size == 1:
+        return whole(name, local_shape)
+    local_shape = tuple(local_shape)
+    block, rest = divmod(local_shape[dim], stride)
+    assert rest == 0, f"{name}: {local_shape[dim]} rows cannot hold {stride} parts"
+    global_shape = tuple(n * size if d == dim else n for d, n in enumerate(local_shape))
+    shape = tuple(block if d == dim else n for d, n in enumerate(local_shape))
+
+    def at(n: int) -> Index:
+        return tuple(n if d == dim else 0 for d in range(len(local_shape)))
+
+    pieces = tuple(Piece(at((k * size + rank) * block), at(k * block), shape) for k in range(stride))
+    return ShardSpec(name, global_shape, pieces)
+
+
+def boxes_of_range(shape: Index, begin: int, end: int) -> Iterator[tuple[Index, Index]]:
+    """The range `[begin, end)` of a flattened tensor as boxes (offset, shape): part of a row, whole rows, part of a row.
+
+    Boxes come in flat order, touch each element of the range once, and there are at most 2 * ndim - 1 of them.
+    """
+    assert 0 <= begin <= end <= math.prod(shape), f"range [{begin}, {end}) outside of {shape}"
+    if begin == end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows lie in [first, last)
+    if first > last:  # inside one row
+        for offset, size in boxes_of_range(shape[1:], begin - last * row, end - last * row):
+            yield (last, *offset), (1, *size)
+        return
+    if begin < first * row:
+        for offset, size in boxes_of_range(shape[1:], begin - (first - 1) * row, row):
+            yield (first - 1, *offset), (1, *size)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    if last * row < end:
+        for offset, size in boxes_of_range(shape[1:], 0, end - last * row):
+            yield (last, *offset), (1, *size)
