@@ -1,0 +1,43 @@
+"""What all tests share: real worlds of gloo processes, and golden data that was made elsewhere."""
+
+import os
+
+# Before torch is imported: threads that spin while they wait make a busy machine a hundred times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import json  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from tests.world import World, Worlds  # noqa: E402
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], World]]:
+    """`world(4).run(function, *args)` -> the results of 4 ranks. Worlds live as long as the session."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], Any]:
+    """`golden("split.json")` -> the parsed file; `.npz` gives a dict of arrays; anything else its path."""
+
+    def load(name: str) -> Any:
+        path = GOLDEN / name
+        if path.suffix == ".json":
+            return json.loads(path.read_text())
+        if path.suffix == ".npz":
+            with np.load(path) as arrays:
+                return dict(arrays)
+        return path
+
+    return load

@@ -1,0 +1,125 @@
+"""Real gloo worlds for tests: processes that start once a session and then take one function after another.
+
+    test --(function, arguments)--> rank 0 | rank 1 | ... --> [result of each], in rank order
+
+The function is sent by name, so it stands at the top level of a test file; arguments and results are pickled.
+torch is imported once for all ranks (in the fork server), so a world of 8 starts in about a second.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite import collectives, process_groups_config
+
+
+class World:
+    """`size` processes, joined by gloo, that outlive a test.
+
+    Args:
+        timeout: seconds without an answer of any rank after which `run` gives the world up.
+    """
+
+    def __init__(self, size: int, timeout: float = 60):
+        self.size, self.timeout = size, timeout
+        self.closed = False
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        self._folder = tempfile.mkdtemp(prefix="world")  # a file store: no port that could be in use
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, self._folder + "/store", theirs), daemon=True)
+            process.start()
+            theirs.close()  # else the pipe of a dead rank would look alive
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for pipe in self.pipes:
+            pipe.recv()  # "up": starting is no part of a test's time limit
+
+    def run(self, function: Callable, *args: Any) -> list[Any]:
+        """`function(*args)` on every rank; the results in rank order.
+
+        Raises: RuntimeError with the failing rank's own traceback, or naming the ranks that do not answer. The world
+            is closed then, because the other ranks may wait for the failed one for ever.
+        """
+        work = pickle.dumps((function, args))
+        for pipe in self.pipes:
+            pipe.send((sys.path, work))
+        results: dict[int, Any] = {}
+        waiting = set(self.pipes)
+        while waiting:
+            ready = connection.wait(waiting, self.timeout)
+            silent = sorted(map(self.pipes.index, waiting))
+            error = None if ready else f"ranks {silent} silent for {self.timeout} s: a collective hangs?"
+            for rank in sorted(map(self.pipes.index, ready)):
+                try:
+                    failure, results[rank] = self.pipes[rank].recv()
+                except EOFError:
+                    failure = "the process died (killed, or out of memory?)"
+                error = error or (f"rank {rank}: {failure}" if failure else None)
+            if error:
+                self.close()
+                raise RuntimeError(error)
+            waiting -= set(ready)
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End every process. The world cannot be used again."""
+        self.closed = True
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+    """A rank's life: join the world, then answer calls until the test session is over."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    pipe.send("up")
+    with suppress(EOFError):
+        while True:
+            path, work = pipe.recv()
+            sys.path[:] = path  # the test's own folder may be new
+            collectives.COUNTERS.clear()
+            process_groups_config.register_process_groups(None)  # nothing is left of the test before
+            try:
+                function, args = pickle.loads(work)
+                pipe.send((None, function(*args)))
+            except BaseException:
+                pipe.send((traceback.format_exc(), None))
+
+
+class Worlds:
+    """One world per size, started when first asked for and replaced when a test has closed it."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+
+    def __call__(self, size: int) -> World:
+        if size not in self._worlds or self._worlds[size].closed:
+            self._worlds[size] = World(size)
+        return self._worlds[size]
+
+    def close(self) -> None:
+        """End all worlds."""
+        for world in self._worlds.values():
+            if not world.closed:
+                world.close()
