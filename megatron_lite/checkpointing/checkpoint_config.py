@@ -1,0 +1,35 @@
+"""CheckpointConfig: what is saved where and when, and what is loaded from where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config import flag
+
+CKPT_FORMATS = ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Saving and loading. The names are those of Megatron's arguments."""
+
+    save: str | None = flag(None, "Folder that receives checkpoints.")
+    save_interval: int | None = flag(
+        None, "Save every N iterations.", aliases=("--persistent-save-interval",), unit="iterations"
+    )
+    save_retain_interval: int | None = flag(
+        None, "Keep only the checkpoints at multiples of N, and the newest.", unit="iterations"
+    )
+    no_save_optim: bool = flag(False, "Leave the optimizer's state out.")
+    no_save_rng: bool = flag(False, "Leave the states of the random generators out.")
+    load: str | None = flag(None, "Folder to resume from.")
+    ckpt_step: int | None = flag(None, "Load this iteration instead of the latest.", unit="iteration")
+    no_load_optim: bool = flag(False, "Do not read the optimizer's state.")
+    no_load_rng: bool = flag(False, "Do not read the states of the random generators.")
+    finetune: bool = flag(False, "Load the weights alone and start at iteration 0.")
+    pretrained_checkpoint: str | None = flag(None, "Folder to fine-tune from when --load has no checkpoint.")
+    exit_on_missing_checkpoint: bool = flag(False, "Stop instead of starting from random weights.")
+    use_checkpoint_args: bool = flag(False, "Take the model's shape from the checkpoint.")
+    ckpt_format: str = flag(
+        "torch_dist", "Format on disk. torch_dist: sharded files, read under any layout.", choices=CKPT_FORMATS
+    )

@@ -1,0 +1,89 @@
+"""How a model is laid out over ranks, and in which numbers it computes: what every parallel layer must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_lite.config import flag
+from megatron_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(kw_only=True)
+class ModelParallelConfig:
+    """Parallel sizes, number formats and the hooks of the schedule. Field names are Megatron's.
+
+    Fields without a flag are set by code: the schedule's hooks by the training loop, `params_dtype` by `fp16`/`bf16`.
+    """
+
+    # -- sizes
+    tensor_model_parallel_size: int = flag(1, "Ranks that split each layer.")
+    pipeline_model_parallel_size: int = flag(1, "Ranks that split the stack of layers.")
+    virtual_pipeline_model_parallel_size: int | None = None
+    sequence_parallel: bool = flag(False, "Split norms and dropouts along the sequence over the tensor-parallel ranks.")
+    context_parallel_size: int = flag(1, "Ranks that split the sequence everywhere.")
+    expert_model_parallel_size: int = flag(1, "Ranks over which the experts are spread.")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "Ranks that split each expert. Default: the tensor-parallel size."
+    )
+
+    # -- initial values
+    perform_initialization: bool = flag(
+        True, "Leave the weights as allocated, because a checkpoint follows.", off="--no-initialization"
+    )
+    use_cpu_initialization: bool = flag(
+        False, "Make the initial weights on the CPU. They are the same on every layout and device family either way."
+    )
+
+    # -- numbers
+    fp16: bool = flag(False, "Compute in fp16, with loss scaling.")
+    bf16: bool = flag(False, "Compute in bf16.")
+    params_dtype: torch.dtype = None  # type: ignore[assignment]  # resolved below: fp32, or what fp16/bf16 say
+    deterministic_mode: bool = flag(False, "Only deterministic operations: the same seed gives bit-equal runs.")
+    enable_autocast: bool = False
+    autocast_dtype: torch.dtype | None = None
+
+    # -- kernels
+    gradient_accumulation_fusion: bool = False  # on in a run, unless a flag says no: training/configs
+    cross_entropy_loss_fusion: bool = flag(False, "Fused vocabulary-parallel cross entropy: same numbers, less memory.")
+    cross_entropy_fusion_impl: str = flag("native", "Whose fused cross entropy.", choices=("native", "te"))
+
+    # -- pipeline
+    pipeline_dtype: torch.dtype | None = None
+    variable_seq_lengths: bool = False
+    overlap_p2p_comm: bool = False
+    deallocate_pipeline_outputs: bool = False
+    microbatch_group_size_per_vp_stage: int | None = None
+
+    # -- hooks of the schedule, set by the training loop
+    timers: Callable[..., Any] | None = None
+    finalize_model_grads_func: Callable[..., Any] | None = None
+    grad_scale_func: Callable[..., Any] | None = None
+    no_sync_func: Callable[..., Any] | None = None
+    grad_sync_func: Callable[..., Any] | None = None
+    param_sync_func: Callable[..., Any] | None = None
+    barrier_with_L1_time: bool = True
+
+    def __post_init__(self) -> None:
+        import torch
+
+        if self.fp16 and self.bf16:
+            raise ConfigError(
+                "--fp16 and --bf16 are both set", why="a model has one compute format", fix="leave one of them out"
+            )
+        if self.params_dtype is None:
+            self.params_dtype = torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ConfigError(
+                "sequence_parallel with tensor_model_parallel_size 1",
+                why="sequence parallelism splits over the tensor-parallel ranks, and there is one",
+                fix="sequence_parallel=False, or a tensor-parallel size above 1",
+            )
+        if self.autocast_dtype is None:
+            self.autocast_dtype = self.params_dtype

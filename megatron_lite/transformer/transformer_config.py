@@ -1,0 +1,279 @@
+"""TransformerConfig: the shape and the arithmetic of a transformer's layers.
+
+Every layer takes one. What the shape leaves open is derived here (widths, head size, initial values), what cannot be
+built is refused here, so that layers only compute. Field names and defaults are Megatron's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from megatron_lite.config import flag
+from megatron_lite.errors import ConfigError
+from megatron_lite.model_parallel_config import ModelParallelConfig
+from megatron_lite.transformer.enums import AttnBackend
+
+if TYPE_CHECKING:
+    import torch
+
+    Init = Callable[[torch.Tensor], Any]
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")  # more come with the layers that they name
+
+
+@dataclass(kw_only=True)
+class TransformerConfig(ModelParallelConfig):
+    """Depth, widths, normalisation, activation, attention, dropout, initial values, recompute."""
+
+    # -- shape
+    num_layers: int = flag(None, "Number of transformer layers.")
+    hidden_size: int = flag(None, "Width of the residual stream.")
+    num_attention_heads: int = flag(None, "Number of query heads.")
+    ffn_hidden_size: int | None = flag(
+        None, "Inner width of the MLP. Default: 4 * hidden; with --swiglu two thirds of it, rounded down to 64."
+    )
+    kv_channels: int | None = flag(None, "Size of a head. Default: hidden / heads.")
+    num_query_groups: int | None = None  # its flag needs --group-query-attention: training/configs
+
+    # -- layer
+    normalization: str = flag("LayerNorm", "Kind of norm.", choices=NORMALIZATIONS)
+    layernorm_epsilon: float = flag(
+        1e-5, "Epsilon of every norm.", name="--norm-epsilon", aliases=("--layernorm-epsilon",)
+    )
+    layernorm_zero_centered_gamma: bool = flag(
+        False, "Store gamma - 1, so that weight decay pulls the scale towards 1.", name="--apply-layernorm-1p"
+    )
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, "Take the residual after the norm, as the original BERT does."
+    )
+    fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")
+    add_bias_linear: bool = flag(True, "No bias in any linear layer.", off="--disable-bias-linear")
+    add_qkv_bias: bool = flag(False, "A bias on the query, key and value projection only.")
+    gated_linear_unit: bool = False
+    activation_func: Callable[[torch.Tensor], torch.Tensor] = None  # type: ignore[assignment]  # None: F.gelu
+    glu_linear_offset: float = flag(0.0, "Added to the linear half of a gated MLP (GPT-OSS: 1.0).")
+    activation_func_clamp_value: float | None = flag(None, "Clamp what enters the activation of --quick-geglu.")
+    hidden_dropout: float = flag(0.1, "Dropout after attention, after the MLP and on the embeddings.")
+    attention_dropout: float = flag(0.1, "Dropout on the attention weights.")
+
+    # -- attention
+    qk_layernorm: bool = flag(False, "Normalise queries and keys, head by head.")
+    softmax_type: str = flag("vanilla", "Softmax of the attention, with or without a sink.", choices=SOFTMAX_TYPES)
+    softmax_scale: float | None = None
+    apply_query_key_layer_scaling: bool = flag(
+        False, "Divide scores by the layer's number before the softmax and multiply inside it (for fp16)."
+    )
+    attention_softmax_in_fp32: bool = True
+    window_size: tuple[int, int] | None = flag(
+        None, "Sliding window: keys to the left, keys to the right; -1: no limit."
+    )
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None, "Which layers attend to everything instead: every N-th, or a list of 1 (window) and 0 (full)."
+    )
+    rotary_interleaved: bool = flag(False, "Rotate pairs of even and odd channels, not first and second half.")
+    no_rope_freq: int | list[int] | None = flag(
+        None, "Which layers do without rotary positions: every N-th, or a list of 1 (without) and 0 (with)."
+    )
+    attention_backend: str | AttnBackend = flag(
+        "auto", "Implementation of attention.", choices=tuple(item.name for item in AttnBackend), kind="str"
+    )
+
+    # -- initial values
+    init_method: Init | None = None
+    output_layer_init_method: Init | None = None
+    embedding_init_method: Init | None = None
+    init_method_std: float = flag(
+        0.02, "Standard deviation of initial weights; projections back to the residual use std / sqrt(2 * layers)."
+    )
+    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead of normal ones.")
+    embedding_init_method_std: float | None = flag(
+        None, "Own standard deviation of embeddings; setting it exempts embeddings from weight decay."
+    )
+
+    # -- fusions: the same numbers in fewer passes over memory. Flags turn them off: training/configs.
+    bias_activation_fusion: bool = False
+    masked_softmax_fusion: bool = False
+    bias_dropout_fusion: bool = False
+    apply_rope_fusion: bool = False
+
+    # -- recompute
+    recompute_granularity: str | None = flag(
+        None, "Recompute whole layers in backward, or chosen parts of them.", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(
+        None,
+        "Full recompute: uniform groups over all layers, or the first layers of a stage.",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = flag(None, "Layers in a group (uniform), or layers recomputed (block).")
+    recompute_modules: list[str] | None = flag(
+        None, "Selective recompute: which parts. Default: core_attn.", choices=RECOMPUTE_MODULES
+    )
+
+    # -- loss
+    calculate_per_token_loss: bool = flag(
+        False, "Divide gradients by the tokens of the global batch, instead of averaging the means of micro-batches."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = list(self._problems_of_shape())
+        if not problems:
+            self._derive_shape()
+            problems = list(self._problems())
+        if len(problems) == 1:
+            raise problems[0]
+        if problems:
+            raise ConfigError("\n".join(str(problem) for problem in problems))
+        self._derive_functions()
+
+    # ------------------------------------------------------------------------------------------------------- derive
+    def _derive_shape(self) -> None:
+        if self.ffn_hidden_size is None:
+            self.ffn_hidden_size = 4 * self.hidden_size
+        if self.kv_channels is None:
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+        if self.num_query_groups is None:
+            self.num_query_groups = self.num_attention_heads
+        if self.apply_query_key_layer_scaling:
+            self.attention_softmax_in_fp32 = True
+        if self.recompute_granularity == "selective" and self.recompute_modules is None:
+            self.recompute_modules = ["core_attn"]
+        if not isinstance(self.attention_backend, AttnBackend):
+            self.attention_backend = AttnBackend[self.attention_backend]
+
+    def _derive_functions(self) -> None:
+        import torch.nn.functional as F
+
+        from megatron_lite.initialization import init_method_normal, scaled_init_method_normal, xavier_uniform
+
+        if self.activation_func is None:
+            self.activation_func = F.gelu
+        given = self.init_method
+        if self.init_method is None:
+            self.init_method = (
+                xavier_uniform if self.init_method_xavier_uniform else init_method_normal(self.init_method_std)
+            )
+        if self.output_layer_init_method is None:
+            self.output_layer_init_method = (
+                xavier_uniform
+                if self.init_method_xavier_uniform
+                else scaled_init_method_normal(self.init_method_std, self.num_layers)
+            )
+        if self.embedding_init_method is None:
+            if self.embedding_init_method_std is not None:
+                self.embedding_init_method = init_method_normal(self.embedding_init_method_std)
+            else:
+                self.embedding_init_method = given or self.init_method
+
+    # ------------------------------------------------------------------------------------------------------- refuse
+    def _problems_of_shape(self):  # type: ignore[no-untyped-def]
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            value = getattr(self, name)
+            if value is None or value < 1:
+                yield ConfigError(f"{_spell(name)} is {value}", why="a model needs it", fix=f"{_spell(name)} N, N > 0")
+        if not self.num_attention_heads or not self.hidden_size:
+            return
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            yield ConfigError(
+                f"--hidden-size {self.hidden_size} with --num-attention-heads {self.num_attention_heads}",
+                why="without --kv-channels a head gets hidden / heads channels, and that is no whole number",
+                fix="a multiple of the heads, or --kv-channels N",
+            )
+
+    def _problems(self):  # type: ignore[no-untyped-def]
+        heads, groups, tp = self.num_attention_heads, self.num_query_groups or 1, self.tensor_model_parallel_size
+        if groups < 1 or heads % groups:
+            yield ConfigError(
+                f"--num-attention-heads {heads} with --num-query-groups {groups}",
+                why="every key/value head serves the same number of query heads",
+                fix=f"a number of groups that divides {heads}",
+            )
+        for name, value in (("num-attention-heads", heads), ("ffn-hidden-size", self.ffn_hidden_size or 0)):
+            if value % tp:
+                yield ConfigError(
+                    f"--{name} {value} with --tensor-model-parallel-size {tp}",
+                    why="each rank takes an equal share",
+                    fix=f"--{name} {-(-value // tp) * tp}",
+                )
+        if groups % tp and tp % groups:
+            yield ConfigError(
+                f"--num-query-groups {groups} with --tensor-model-parallel-size {tp}",
+                why="a rank holds whole key/value heads, or a whole number of ranks shares one",
+                fix="a number of groups that divides the tensor-parallel size or is a multiple of it",
+            )
+        for name, legal in (("normalization", NORMALIZATIONS), ("softmax_type", SOFTMAX_TYPES)):
+            if getattr(self, name) not in legal:
+                yield ConfigError(
+                    f"{_spell(name)} {getattr(self, name)}", why="no such kind", fix=f"one of {', '.join(legal)}"
+                )
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                yield ConfigError(
+                    f"{_spell(name)} {getattr(self, name)}", why="a share in [0, 1)", fix="for example 0.1"
+                )
+        for name in ("no_rope_freq", "window_attn_skip_freq"):
+            yield from self._problems_of_pattern(name)
+        yield from self._problems_of_recompute()
+
+    def _problems_of_pattern(self, name: str):  # type: ignore[no-untyped-def]
+        value = getattr(self, name)
+        if isinstance(value, list) and len(value) != self.num_layers:
+            yield ConfigError(
+                f"{_spell(name)} has {len(value)} entries with --num-layers {self.num_layers}",
+                why="a list says it for each layer",
+                fix=f"a list of {self.num_layers} entries, or one number",
+            )
+        elif isinstance(value, int) and (value < 1 or (name == "no_rope_freq" and self.num_layers % value)):
+            yield ConfigError(
+                f"{_spell(name)} {value} with --num-layers {self.num_layers}",
+                why="every N-th layer differs"
+                + (", and N must divide the layers" if name == "no_rope_freq" else ", N > 0"),
+                fix="another number, or a list with an entry for each layer",
+            )
+
+    def _problems_of_recompute(self):  # type: ignore[no-untyped-def]
+        granularity = self.recompute_granularity
+        if granularity not in (None, "full", "selective"):
+            yield ConfigError(f"--recompute-granularity {granularity}", why="no such kind", fix="full or selective")
+        if granularity == "full" and (
+            self.recompute_method not in ("uniform", "block") or not self.recompute_num_layers
+        ):
+            yield ConfigError(
+                f"--recompute-granularity full with --recompute-method {self.recompute_method} "
+                f"--recompute-num-layers {self.recompute_num_layers}",
+                why="full recompute goes by groups of layers",
+                fix="--recompute-method uniform --recompute-num-layers 1 recomputes every layer by itself",
+            )
+        if granularity != "full" and (self.recompute_method or self.recompute_num_layers):
+            yield ConfigError(
+                f"--recompute-method {self.recompute_method} --recompute-num-layers {self.recompute_num_layers} "
+                f"with --recompute-granularity {granularity}",
+                why="method and number of layers say how full recompute groups layers",
+                fix="--recompute-granularity full, or leave both out",
+            )
+        if granularity != "selective" and self.recompute_modules:
+            yield ConfigError(
+                f"--recompute-modules {' '.join(self.recompute_modules)} with --recompute-granularity {granularity}",
+                why="modules are chosen in selective recompute only",
+                fix="--recompute-granularity selective",
+            )
+        unknown = sorted(set(self.recompute_modules or ()) - set(RECOMPUTE_MODULES))
+        if unknown:
+            yield ConfigError(
+                f"--recompute-modules {' '.join(unknown)}",
+                why="no such part of a layer",
+                fix=f"some of {', '.join(RECOMPUTE_MODULES)}",
+            )
+
+
+_SPELLINGS = {item.name: item.metadata.get("name") for item in fields(TransformerConfig)}
+
+
+def _spell(name: str) -> str:
+    """`hidden_size` -> `--hidden-size`: messages name what a user types."""
+    return _SPELLINGS.get(name) or "--" + name.replace("_", "-")
