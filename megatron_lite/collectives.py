@@ -166,7 +166,9 @@ def reduce_scatter(
         pending = _Pending(dist.batch_isend_irecv(transfers), finish)
     else:
         reduce_op = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
-        pending = _Pending([_reduce_scatter_single(output, input.contiguous(), op=reduce_op, group=group, async_op=True)])
+        pending = _Pending(
+            [_reduce_scatter_single(output, input.contiguous(), op=reduce_op, group=group, async_op=True)]
+        )
     if not async_op:
         pending.wait()
     return pending

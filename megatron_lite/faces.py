@@ -17,7 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def lazy_face(room: str, offers: dict[str, list[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def lazy_face(
+    room: str, offers: dict[str, list[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` for the room's `__init__.py`.
 
     Args:
