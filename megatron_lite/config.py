@@ -9,8 +9,8 @@
                                                                                         |
     OptimizerConfig(...) <---------------- from_namespace(OptimizerConfig, args) <------+
 
-`training/arguments` makes one parser of all configs; nothing below `training/` knows the parser. No torch here: `--help`
-must be quick. A field without `flag()` is set by code only.
+`training/arguments` makes one parser of all configs; nothing below `training/` knows the parser. No torch here:
+`--help` must be quick. A field without `flag()` is set by code only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
@@ -79,7 +80,7 @@ def _number_or_list(text: str) -> int | list[int]:
     if not re.fullmatch(r"[\d,\[\]()+* ]+", text) or "**" in text or len(text) > 1000 or re.search(r"\d{6}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a list such as [0]*3+[1]*58")
     try:
-        value = eval(text, {"__builtins__": {}})  # noqa: S307 - the pattern above admits arithmetic on lists only
+        value = eval(text, {"__builtins__": {}})  # the pattern above admits arithmetic on lists only
     except Exception:
         value = None
     if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
@@ -115,6 +116,15 @@ def _integer(text: str) -> int:
         return int(value)
 
 
+def _signal(text: str) -> int:
+    """`15`, `SIGTERM` or `TERM` -> 15."""
+    name = text.upper()
+    for number in signal.Signals:
+        if text == str(number.value) or name in (number.name, number.name.removeprefix("SIG")):
+            return number.value
+    raise argparse.ArgumentTypeError(f"{text!r} is no signal of this machine, such as SIGTERM or 15")
+
+
 _integer.__name__ = "int"  # argparse names the function in its message
 _boolean.__name__ = "true or false"
 
@@ -131,6 +141,7 @@ KINDS: dict[str, tuple[Callable[[str], Any] | None, int | str | None]] = {
     "name list": (str, "*"),
     "int or list expr": (_number_or_list, None),
     "int,int": (_pair, None),
+    "signal": (_signal, None),
 }
 _ANNOTATIONS = {
     "bool": "switch",
@@ -169,7 +180,7 @@ class Flag:
         return self.kind == "switch"
 
     def convert(self, value: Any) -> Any:
-        """A value as YAML or a checkpoint gives it, brought to the type that the command line would have given.
+        """A value as YAML or a checkpoint gives it, brought to what the command line would have made of it.
 
         Raises: ValueError, with the reason.
         """
@@ -181,25 +192,22 @@ class Flag:
             return value
         parse, nargs = KINDS[self.kind]
         assert parse is not None, self.kind
-        nargs = self.nargs if self.nargs is not None else nargs
+        several = (self.nargs if self.nargs is not None else nargs) is not None
         try:
-            if nargs is None:
-                if isinstance(value, (list, tuple)) and self.kind in ("int,int", "int or list expr"):
-                    result = type(value)(value) if self.kind == "int or list expr" else tuple(value)
-                else:
-                    result = parse(value if isinstance(value, bool) else str(value))
-                words = [result]
+            if several:
+                words = list(value) if isinstance(value, (list, tuple)) else str(value).split()
+                result = [parse(str(word)) for word in words]
+            elif isinstance(value, (list, tuple)):  # 128,0 and [0,0,1] in YAML's own notation
+                result = parse(str(list(value)) if self.kind == "int or list expr" else ",".join(map(str, value)))
             else:
-                words = [
-                    parse(str(word)) for word in (value if isinstance(value, (list, tuple)) else str(value).split())
-                ]
-                result = words
+                result = parse(str(value))
         except argparse.ArgumentTypeError as error:
             raise ValueError(str(error)) from None
         except ValueError:
             raise ValueError(f"{value!r} is not {self.kind}") from None
-        if self.choices is not None and any(word not in self.choices for word in words):
-            raise ValueError(f"{value!r} is not one of {', '.join(map(str, self.choices))}")
+        for word in result if several else [result]:
+            if self.choices is not None and word not in self.choices:
+                raise ValueError(f"{value!r} is not one of {', '.join(map(str, self.choices))}")
         return result
 
     def add_to(self, group: Any) -> None:

@@ -66,6 +66,6 @@ class DistributedDataParallelConfig:
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ConfigError(
                 "--overlap-param-gather without --use-distributed-optimizer and --overlap-grad-reduce",
-                why="only a sharded optimizer has parameters to gather, and the gathers ride on the buckets of the overlap",
+                why="only a sharded optimizer has parameters to gather, bucket by bucket of the overlap",
                 fix="--use-distributed-optimizer --overlap-grad-reduce",
             )

@@ -6,7 +6,7 @@ built is refused here, so that layers only compute. Field names and defaults are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +171,7 @@ class TransformerConfig(ModelParallelConfig):
                 self.embedding_init_method = given or self.init_method
 
     # ------------------------------------------------------------------------------------------------------- refuse
-    def _problems_of_shape(self):  # type: ignore[no-untyped-def]
+    def _problems_of_shape(self) -> Iterator[ConfigError]:
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             value = getattr(self, name)
             if value is None or value < 1:
@@ -185,7 +185,7 @@ class TransformerConfig(ModelParallelConfig):
                 fix="a multiple of the heads, or --kv-channels N",
             )
 
-    def _problems(self):  # type: ignore[no-untyped-def]
+    def _problems(self) -> Iterator[ConfigError]:
         heads, groups, tp = self.num_attention_heads, self.num_query_groups or 1, self.tensor_model_parallel_size
         if groups < 1 or heads % groups:
             yield ConfigError(
@@ -220,7 +220,7 @@ class TransformerConfig(ModelParallelConfig):
             yield from self._problems_of_pattern(name)
         yield from self._problems_of_recompute()
 
-    def _problems_of_pattern(self, name: str):  # type: ignore[no-untyped-def]
+    def _problems_of_pattern(self, name: str) -> Iterator[ConfigError]:
         value = getattr(self, name)
         if isinstance(value, list) and len(value) != self.num_layers:
             yield ConfigError(
@@ -236,7 +236,7 @@ class TransformerConfig(ModelParallelConfig):
                 fix="another number, or a list with an entry for each layer",
             )
 
-    def _problems_of_recompute(self):  # type: ignore[no-untyped-def]
+    def _problems_of_recompute(self) -> Iterator[ConfigError]:
         granularity = self.recompute_granularity
         if granularity not in (None, "full", "selective"):
             yield ConfigError(f"--recompute-granularity {granularity}", why="no such kind", fix="full or selective")

@@ -1,0 +1,273 @@
+"""The settings of a run that belong to no library room: batch, length, schedule, data, logging, evaluation, start-up.
+
+Library rooms state their own (TransformerConfig, OptimizerConfig, ...). `training/arguments` turns all of them into one
+command line; the names below are those of Megatron's arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config import flag
+
+POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """What a model takes beside its TransformerConfig, and the switches that TransformerConfig's fields derive from."""
+
+    # -- positions and vocabulary
+    max_position_embeddings: int | None = flag(
+        None, "Rows of the learned position table, and upper bound of the sequence length."
+    )
+    position_embedding_type: str = flag("learned_absolute", "Kind of positions.", choices=POSITION_EMBEDDING_TYPES)
+    add_position_embedding: bool = flag(
+        True, "No learned position table. Legal together with rope.", off="--no-position-embedding"
+    )
+    rotary_base: int = flag(10000, "Rotary positions: theta.")
+    rotary_percent: float = flag(1.0, "Rotary positions: share of each head's channels that are rotated.")
+    rotary_seq_len_interpolation_factor: int | None = flag(None, "Rotary positions: divide positions by this.")
+    use_rope_scaling: bool = flag(False, "Rotary positions: the frequency-dependent rescale of Llama 3.")
+    rope_scaling_factor: float = flag(8.0, "Factor of that rescale.")
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "An output layer of its own, instead of the word embedding's weights."
+    )
+
+    # -- layers
+    group_query_attention: bool = flag(False, "Several query heads share a key/value head.")
+    num_query_groups: int = flag(1, "Number of key/value heads, with --group-query-attention.")
+    swiglu: bool = flag(False, "Gated MLP with SiLU.")
+    quick_geglu: bool = flag(False, "Gated MLP with the sigmoid form of GELU.")
+    squared_relu: bool = flag(False, "MLP with max(x, 0)^2.")
+    openai_gelu: bool = flag(False, "GELU in its tanh form, for old checkpoints.")
+    attention_softmax_in_fp32: bool = flag(False, "Softmax of the attention in fp32.")
+    transformer_impl: str = flag(
+        "transformer_engine",
+        "Whose layers. Without Transformer Engine ours are used.",
+        choices=("local", "transformer_engine", "inference_optimized"),
+    )
+    spec: list[str] | None = flag(
+        None,
+        "Layers by a recipe of yours: path of a module and name of a function in it, or the word local.",
+        nargs="*",
+    )
+
+    # -- the same numbers, faster
+    masked_softmax_fusion: bool = flag(True, "Unfused mask and softmax.", off="--no-masked-softmax-fusion")
+    bias_gelu_fusion: bool = flag(True, "Unfused bias and GELU.", off="--no-bias-gelu-fusion")
+    bias_swiglu_fusion: bool = flag(True, "Unfused bias and SwiGLU.", off="--no-bias-swiglu-fusion")
+    bias_dropout_fusion: bool = flag(True, "Unfused bias, dropout and residual.", off="--no-bias-dropout-fusion")
+    apply_rope_fusion: bool = flag(True, "Unfused rotary positions.", off="--no-rope-fusion")
+    gradient_accumulation_fusion: bool = flag(
+        True,
+        "Do not add weight gradients inside the backward of linear layers.",
+        off="--no-gradient-accumulation-fusion",
+    )
+    recompute_activations: bool = flag(False, "Short for --recompute-granularity selective.")
+    fp16_lm_cross_entropy: bool = flag(False, "Loss in fp16.")
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """Batch, length of the run, reasons to stop, checks."""
+
+    micro_batch_size: int | None = flag(None, "Samples a rank computes at once.", unit="samples")
+    global_batch_size: int | None = flag(
+        None, "Samples of an optimizer step over all ranks. Default: micro-batch * dp.", unit="samples"
+    )
+    rampup_batch_size: list[int] | None = flag(
+        None, "Batch grows from START by INCREMENT until SAMPLES have been seen.", nargs=3
+    )
+    step_batch_size_schedule: str | None = flag(
+        None, 'Batch by thresholds in tokens, "0:384 3B:768 12B:1536" (suffixes K, M, B, T).'
+    )
+    decrease_batch_size_if_needed: bool = flag(
+        False, "Round the batch down to a multiple of micro-batch * dp, instead of stopping."
+    )
+    train_iters: int | None = flag(None, "Optimizer steps over all restarts.", unit="iterations")
+    train_samples: int | None = flag(None, "Samples over all restarts, instead of --train-iters.", unit="samples")
+
+    # -- reasons to stop
+    exit_interval: int | None = flag(None, "Stop, after saving, at a multiple of this.", unit="iterations")
+    exit_duration_in_mins: int | None = flag(None, "Stop, after saving, this long after the start.", unit="minutes")
+    exit_signal_handler: bool = flag(False, "On the exit signal: finish the step, save, leave.")
+    exit_signal: int = flag(15, "Which signal the handler waits for, number or name.", kind="signal")
+
+    # -- checks
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True, "No checks of loss and gradients for NaN and Inf.", off="--no-check-for-nan-in-loss-and-grad"
+    )
+    iterations_to_skip: list[int] = flag(
+        [], "Iterations, from 1, whose batch is read but not trained on.", unit="iterations", nargs="+"
+    )
+
+    # -- memory
+    empty_unused_memory_level: int = flag(0, "How often CUDA's cache is emptied.", choices=(0, 1, 2))
+    manual_gc: bool = flag(False, "Collect Python's garbage at set points only.")
+    manual_gc_interval: int = flag(0, "Collect every N iterations; 0: around evaluation only.", unit="iterations")
+    manual_gc_eval: bool = flag(
+        True, "Do not collect around evaluation.", off=("--no-manual-gc-eval", "--disable-manual-gc-eval")
+    )
+
+    # -- gradients
+    grad_reduce_in_bf16: bool = flag(False, "With --bf16, keep and reduce gradients in bf16.")
+
+
+@dataclass(kw_only=True)
+class RNGConfig:
+    """Random numbers."""
+
+    seed: int = flag(1234, "Seed of initial weights, dropout and data order.")
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig:
+    """Learning rate and weight decay as functions of the samples seen."""
+
+    lr_decay_style: str = flag(
+        "linear",
+        "Shape of the learning rate after its warm-up.",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = flag(
+        None, "Length of the decay, warm-up included. Default: the run.", unit="iterations"
+    )
+    lr_decay_samples: int | None = flag(None, "The same in samples.", unit="samples")
+    lr_warmup_iters: int = flag(0, "Length of the linear warm-up.", unit="iterations")
+    lr_warmup_samples: int = flag(0, "The same in samples.", unit="samples")
+    lr_warmup_fraction: float | None = flag(None, "The same as a share of the decay.")
+    lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.")
+    lr_wsd_decay_style: str = flag(
+        "exponential",
+        "WSD: shape of the anneal at the end.",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "WSD: length of that anneal.", unit="iterations")
+    lr_wsd_decay_samples: int | None = flag(None, "The same in samples.", unit="samples")
+    weight_decay_incr_style: str = flag(
+        "constant", "How weight decay changes over the run.", choices=("constant", "linear", "cosine")
+    )
+    start_weight_decay: float | None = flag(None, "Weight decay at the start, when it changes.")
+    end_weight_decay: float | None = flag(None, "Weight decay at the end, when it changes.")
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "Take the schedule from the command line, not from the checkpoint.",
+        name="--override-opt_param-scheduler",
+        aliases=("--override-opt-param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "Take the schedule from the checkpoint, not from the command line.",
+        name="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler",),
+    )
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Which tokens, in which order, cut how."""
+
+    data_path: list[str] | None = flag(None, "Prefixes of .bin/.idx pairs, or WEIGHT PREFIX pairs.", nargs="*")
+    split: str | None = flag(None, 'Shares of train, valid and test, "969,30,1".')
+    train_data_path: list[str] | None = flag(None, "Training data, when splits are separate.", nargs="*")
+    valid_data_path: list[str] | None = flag(None, "Validation data, when splits are separate.", nargs="*")
+    test_data_path: list[str] | None = flag(None, "Test data, when splits are separate.", nargs="*")
+    data_args_path: str | None = flag(None, "File that holds the words of --data-path.")
+    per_split_data_args_path: str | None = flag(None, "JSON file with lists train, valid and test.")
+    data_cache_path: str | None = flag(None, "Folder of the index caches. Default: beside the data.")
+    mock_data: bool = flag(False, "Made-up samples, no files.")
+    seq_length: int | None = flag(None, "Length of a sample.", unit="tokens")
+    num_workers: int = flag(2, "Processes that read data, on each rank.")
+    reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
+    reset_attention_mask: bool = flag(False, "No attention across documents.")
+    eod_mask_loss: bool = flag(False, "No loss on end-of-document tokens.")
+    create_attention_mask_in_dataloader: bool = flag(
+        True, "Let the attention kernel make the causal mask.", off="--no-create-attention-mask-in-dataloader"
+    )
+    mmap_bin_files: bool = flag(True, "Read .bin with ordinary reads.", off="--no-mmap-bin-files")
+    dataloader_type: str | None = flag(
+        None,
+        "One pass in order, shuffled epochs, or an iterator of yours. Default: single.",
+        choices=("single", "cyclic", "external"),
+    )
+
+
+@dataclass(kw_only=True)
+class ValidationConfig:
+    """Evaluation during and after the run."""
+
+    eval_iters: int = flag(100, "Batches of an evaluation.", unit="iterations")
+    eval_interval: int | None = flag(None, "Evaluate every N iterations. Default: at the end only.", unit="iterations")
+    skip_train: bool = flag(False, "Evaluate only.")
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """The log line, timers, TensorBoard, W&B, profile."""
+
+    log_interval: int = flag(100, "Print, and average over, this many iterations.", unit="iterations")
+    log_throughput: bool = flag(False, "TFLOP/s of a device in the log line.")
+    log_params_norm: bool = flag(False, "Norm of all parameters.")
+    log_num_zeros_in_grad: bool = flag(False, "Number of gradient entries that are zero.")
+    log_progress: bool = flag(False, "Append to progress.txt in the save folder.")
+    logging_level: int | None = flag(None, "Level of Python's logging.")
+
+    # -- timers
+    timing_log_level: int = flag(0, "Which timers run.", choices=(0, 1, 2))
+    timing_log_option: str = flag("minmax", "What is printed of the ranks' times.", choices=("max", "minmax", "all"))
+    barrier_with_L1_time: bool = flag(
+        True, "No barrier before timers of level 1.", off="--no-barrier-with-level-1-timing"
+    )
+
+    # -- tensorboard
+    tensorboard_dir: str | None = flag(None, "Folder of TensorBoard's events.")
+    tensorboard_log_interval: int = flag(1, "Write scalars every N iterations.", unit="iterations")
+    tensorboard_queue_size: int = flag(1000, "Events that may wait before they are written.")
+    log_timers_to_tensorboard: bool = flag(False, "Write timers as well.")
+    log_loss_scale_to_tensorboard: bool = flag(
+        True,
+        "Do not write the loss scale.",
+        off=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
+    )
+    log_validation_ppl_to_tensorboard: bool = flag(False, "Write the perplexity of evaluations as well.")
+    log_memory_to_tensorboard: bool = flag(False, "Write the device's memory as well.")
+    log_world_size_to_tensorboard: bool = flag(False, "Write the number of ranks as well.")
+
+    # -- weights and biases
+    wandb_project: str | None = flag(None, "W&B: project. Without it W&B is off.")
+    wandb_exp_name: str | None = flag(None, "W&B: name of the run.")
+    wandb_save_dir: str | None = flag(None, "W&B: local folder. Default: wandb in the save folder.")
+    wandb_entity: str | None = flag(None, "W&B: entity.")
+
+    # -- profile
+    profile: bool = flag(False, "Profile a range of steps.")
+    profile_step_start: int = flag(10, "First profiled step.", unit="iteration")
+    profile_step_end: int = flag(12, "Step at which the profile ends.", unit="iteration")
+    profile_ranks: list[int] = flag([], "Ranks that profile. Default: all.", nargs="+")
+    use_pytorch_profiler: bool = flag(False, "A trace of torch.profiler, also on CUDA.")
+
+
+@dataclass(kw_only=True)
+class DistributedInitConfig:
+    """How ranks find each other."""
+
+    distributed_backend: str = flag(
+        "nccl", "Library that moves data between ranks. Without CUDA gloo is used.", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: int = flag(10, "How long a collective may take.", unit="minutes")
+    local_rank: int = flag(
+        0, "Number of the process on its machine; the environment's LOCAL_RANK wins.", aliases=("--local_rank",)
+    )
+
+
+RUN_CONFIGS = (
+    ModelConfig,
+    TrainingConfig,
+    RNGConfig,
+    SchedulerConfig,
+    DataConfig,
+    ValidationConfig,
+    LoggingConfig,
+    DistributedInitConfig,
+)
