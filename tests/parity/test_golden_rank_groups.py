@@ -32,7 +32,5 @@ def test_groups_equal_golden(case):
 def test_embedding_groups_are_the_ends_of_each_pipeline():
     """A middle stage in the tied-embedding group would add gradients of a table that it does not hold."""
     lists = rank_lists(*grids(16, tp=2, pp=4))
-    assert lists["embd"] == [[0, 12], [1, 13], [2, 14], [3, 15]] or lists["embd"] == [
-        [r, r + 12] for r in (0, 1, 2, 3)
-    ]
+    assert lists["embd"] == [[0, 12], [1, 13], [2, 14], [3, 15]] or lists["embd"] == [[r, r + 12] for r in (0, 1, 2, 3)]
     assert lists["pos_embd"] == [[0], [1], [2], [3]]
