@@ -1,0 +1,334 @@
+"""Samples of `sequence_length` tokens for a language model, cut from the stream of a shuffled corpus.
+
+`index_building` says which tokens make sample k; this file reads them and adds labels, loss mask, positions and
+attention mask. The unit that is shuffled is the sequence of the `.idx`, called document here: for corpora that were
+not split into sentences they are the same.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron_lite.datasets.index_building import (
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    number_of_epochs,
+    separate_last_epoch,
+)
+from megatron_lite.datasets.index_cache import IndexCache
+from megatron_lite.datasets.indexed_dataset import IndexedDataset
+from megatron_lite.datasets.megatron_dataset import MegatronDataset
+from megatron_lite.datasets.utils import Split
+from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.log import warn_rank_0
+
+# Never in a corpus: with it as pad id nothing of the data is taken for padding.
+_NO_PAD = -1
+
+
+@dataclass(kw_only=True)
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """Options of GPTDataset. The three about document boundaries have no default: say what is meant."""
+
+    reset_position_ids: bool | None = None
+    """Positions start again after each end-of-document token."""
+
+    reset_attention_mask: bool | None = None
+    """No attention across end-of-document tokens."""
+
+    eod_mask_loss: bool | None = None
+    """No loss where the input is an end-of-document token."""
+
+    create_attention_mask: bool = True
+    """Give every sample its `[1, s, s]` mask; False where the attention is causal by itself."""
+
+    drop_last_partial_validation_sequence: bool = True
+    """False: the valid split ends with a padded sample, so that no token is lost."""
+
+    add_extra_token_to_sequence: bool = True
+    """Read one token more than `sequence_length`, so that the last label is a real one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokenizer is None:
+            raise ConfigError("GPTDatasetConfig needs a tokenizer", fix="give tokenizer=")
+        unset = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n) is None]
+        if unset:
+            raise ConfigError(f"GPTDatasetConfig: {', '.join(unset)} not given", fix="give True or False")
+        if self.sequence_length < 1:
+            raise ConfigError(f"--seq-length {self.sequence_length}", fix="give 1 or more")
+        if self.reset_attention_mask and not self.create_attention_mask:
+            raise ConfigError(
+                "--reset-attention-mask with --no-create-attention-mask-in-dataloader",
+                why="without the mask of each sample, attention would cross documents",
+                fix="leave one of the two out",
+            )
+
+
+class GPTDataset(MegatronDataset):
+    """One split of one corpus as language-model samples. Item i is a dictionary of numpy arrays:
+
+    - `tokens`, `labels`, `position_ids`: int64 `[s]`
+    - `loss_mask`: float32 `[s]`, 0 where the label is padding (and as `eod_mask_loss` says)
+    - `attention_mask`: bool `[1, s, s]`, True = hidden; only with `create_attention_mask`. Without resets all samples
+      share one array: copy it before you change it.
+
+    Item None is a filler for the last batch: sample 0 without loss.
+
+    `len()` is usually more than `num_samples`: whole epochs are kept.
+    """
+
+    def __init__(
+        self,
+        indexed_dataset: Any,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ):
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
+        self.config: GPTDatasetConfig = config
+        self._extra = int(config.add_extra_token_to_sequence)
+        self._pad = _pad_id(config)
+        self._eod = None
+        if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
+            self._eod = config.tokenizer.eod
+        self._plain_mask: np.ndarray | None = None
+        self.tokens_per_epoch = self.num_tokens(indexed_dataset, indexed_indices)
+        if self.tokens_per_epoch == 0 and num_samples:
+            raise DataError(
+                f"the {index_split.name} split of {dataset_path} has no tokens, {num_samples} samples were asked for",
+                why=f"{len(indexed_indices)} of {self.numel_low_level_dataset(indexed_dataset)} sequences belong to it "
+                f"(--split {config.split})",
+                fix="give this split a larger share, or ask for no samples of it",
+            )
+        self.num_epochs = number_of_epochs(num_samples, self.tokens_per_epoch, config.sequence_length, self._extra)
+        self.document_index, self.sample_index, self.shuffle_index = self._indices()
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        return len(low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> IndexedDataset:
+        assert dataset_path is not None
+        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+
+    @staticmethod
+    def num_tokens(low_level_dataset: Any, indices: np.ndarray) -> int:
+        lengths = low_level_dataset.sequence_lengths
+        if len(indices) and indices[-1] - indices[0] == len(indices) - 1:  # the usual range: no copy
+            lengths = lengths[indices[0] : indices[-1] + 1]
+        else:
+            lengths = lengths[indices]
+        return int(lengths.sum(dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.sample_index) - 1
+
+    def __getitem__(self, idx: int | None) -> dict[str, np.ndarray]:
+        text = self._text(0 if idx is None else int(idx))
+        if self._extra:
+            tokens, labels = text[:-1].copy(), text[1:].copy()
+        else:
+            tokens, labels = text, np.append(text[1:], self._pad)
+        # Masks and positions know the tokens as they are: padding that becomes 0 below is no end of document.
+        loss_mask, position_ids, attention_mask = self._masks_and_positions(tokens)
+        padding = labels == self._pad
+        loss_mask[padding] = 0.0
+        labels[padding] = 0
+        tokens[tokens == self._pad] = 0
+        if idx is None:
+            loss_mask[:] = 0.0
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
+        if attention_mask is not None:
+            sample["attention_mask"] = attention_mask
+        return sample
+
+    def _text(self, idx: int) -> np.ndarray:
+        """The tokens of item `idx`, int64 `[s + x]`, padded on the right where the corpus ends before."""
+        k = int(self.shuffle_index[idx])
+        first, begin = self.sample_index[k].tolist()
+        last, end = self.sample_index[k + 1].tolist()
+        end += self._extra
+        text = np.full(self.config.sequence_length + self._extra, self._pad, np.int64)
+        filled = 0
+        for position in range(first, last + 1):
+            start = begin if position == first else 0
+            length = end - start if position == last else None
+            part = self.dataset.get(self.document_index[position], start, length)
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+        return text
+
+    def _masks_and_positions(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Loss mask, position ids (both the caller's own) and the attention mask or None. See `masks_and_positions`."""
+        config = self.config
+        if self._eod is not None:
+            return masks_and_positions(
+                tokens,
+                self._eod,
+                bool(config.reset_position_ids),
+                bool(config.reset_attention_mask),
+                bool(config.eod_mask_loss),
+                config.create_attention_mask,
+            )
+        if config.create_attention_mask and self._plain_mask is None:
+            self._plain_mask = _causal_mask(len(tokens))[None]
+        return np.ones(len(tokens), np.float32), np.arange(len(tokens), dtype=np.int64), self._plain_mask
+
+    def _indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        config = self.config
+        drop = config.drop_last_partial_validation_sequence or self.index_split is not Split.valid
+        lengths = self.dataset.sequence_lengths
+
+        def build() -> tuple[np.ndarray, ...]:
+            random_state = np.random.RandomState(config.random_seed)
+            before = separate_last_epoch(
+                self.num_samples, self.num_epochs, self.tokens_per_epoch, config.sequence_length, self._extra
+            )
+            documents = build_document_index(self.indices, self.num_epochs, random_state, before is not None)
+            samples = build_sample_index(
+                lengths,
+                documents,
+                config.sequence_length,
+                self.tokens_per_epoch,
+                self.num_epochs,
+                drop,
+                config.add_extra_token_to_sequence,
+            )
+            total = len(samples) - 1
+            return documents, samples, build_shuffle_index(total if before is None else before, total, random_state)
+
+        folder = config.path_to_cache
+        if folder is None and self.dataset_path is not None:
+            folder = os.path.join(self.dataset_path, "cache", f"{type(self).__name__}_indices")
+        cache = IndexCache(
+            folder,
+            f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
+            self.unique_description,
+            {
+                "add_extra_token_to_sequence": config.add_extra_token_to_sequence,
+                "drop_last_partial_sequence": drop,
+                "sequence_lengths": _fingerprint(lengths) if folder is not None else "",
+            },
+        )
+        arrays, self.built_anew_on_cache_miss = cache.load_or_build(
+            ("document_index", "sample_index", "shuffle_index"), build
+        )
+        document_index, sample_index, shuffle_index = arrays
+        return document_index, sample_index, shuffle_index
+
+
+def masks_and_positions(
+    tokens: np.ndarray,
+    eod: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+    create_attention_mask: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Loss mask float32 `[s]`, positions int64 `[s]`, attention mask bool `[1, s, s]` (True = hidden) or None.
+
+    An end-of-document token belongs to the document that it ends. Only these tokens are boundaries.
+    """
+    s = len(tokens)
+    is_eod = tokens == eod
+    loss_mask = np.ones(s, np.float32)
+    if eod_mask_loss:
+        loss_mask[is_eod] = 0.0
+    position_ids = np.arange(s, dtype=np.int64)
+    if reset_position_ids:
+        starts = np.zeros(s, np.int64)
+        starts[1:] = np.where(is_eod[:-1], position_ids[1:], 0)
+        position_ids = position_ids - np.maximum.accumulate(starts)
+    if not create_attention_mask:
+        return loss_mask, position_ids, None
+    mask = _causal_mask(s)
+    if reset_attention_mask:
+        segment = np.cumsum(is_eod) - is_eod  # end-of-document tokens strictly before
+        mask |= segment[:, None] != segment[None, :]
+    return loss_mask, position_ids, mask[None]
+
+
+def _causal_mask(s: int) -> np.ndarray:
+    """bool `[s, s]`, True where the key is later than the query."""
+    return ~np.tri(s, dtype=bool)
+
+
+def _pad_id(config: GPTDatasetConfig) -> int:
+    """The token that is padding wherever it stands, `_NO_PAD` if there is none or it means something else as well."""
+    tokenizer = config.tokenizer
+    pad = _token(tokenizer, "pad")
+    if pad is None or pad < 0:
+        return _NO_PAD
+    if config.allow_ambiguous_pad_tokens:
+        return pad
+    named = getattr(tokenizer, "special_tokens_dict", None)
+    if named is not None:
+        others = {name: value for name, value in named.items() if name not in ("pad", "pad_token")}
+    else:
+        others = {name: _token(tokenizer, name) for name in ("eos", "eod")}
+    same = [str(name) for name, value in others.items() if value == pad]
+    if same:
+        warn_rank_0(
+            f"the tokenizer's pad token {pad} is also its {', '.join(same)}: it is not taken for padding "
+            "(--allow-ambiguous-pad-tokens to do so)"
+        )
+        return _NO_PAD
+    return pad
+
+
+def _token(tokenizer: Any, name: str) -> int | None:
+    """A special token's id, None where the tokenizer has none (it may raise to say so)."""
+    try:
+        return getattr(tokenizer, name)
+    except (AttributeError, NotImplementedError, DataError, ConfigError):
+        return None
+
+
+def _fingerprint(lengths: np.ndarray) -> str:
+    """What the indices know of a corpus: the length of every sequence."""
+    return hashlib.blake2b(np.ascontiguousarray(lengths, "<i4").data, digest_size=16).hexdigest()
+
+
+class MockGPTLowLevelDataset:
+    """100,000 sequences of 1, 2, 3, ... and an end-of-document token, of lengths drawn once and for all."""
+
+    seed = 0
+    size = 100000
+    max_sequence_length = 4096
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        generator = np.random.default_rng(self.seed)
+        self.sequence_lengths = generator.integers(1, self.max_sequence_length, size=self.size, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: int) -> np.ndarray:
+        return self.get(idx)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens of sequence `idx` from `offset` on, int64."""
+        size = int(self.sequence_lengths[idx])
+        end = size if length is None else offset + length
+        tokens = np.arange(offset + 1, end + 1, dtype=np.int64) % self.tokenizer.vocab_size
+        if end == size and end > offset:
+            tokens[-1] = self.tokenizer.eod
+        return tokens
+
+
+class MockGPTDataset(GPTDataset):
+    """GPTDataset over generated data, for tests and benchmarks. Cached only where a cache folder is given."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> Any:
+        return MockGPTLowLevelDataset(config.tokenizer)
