@@ -170,10 +170,10 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         self.update(0, consistency_check=False)
 
     def planned_global_batch_size(self, consumed_samples: int) -> int:
-        if consumed_samples > self.ramup_samples:
+        if consumed_samples >= self.ramup_samples:  # not left to the division below, which may round to just under
             return self.global_batch_size
         steps = int(consumed_samples / self.rampup_samples_per_increment)
-        return min(self.start_global_batch_size + steps * self.batch_size_increment, self.global_batch_size)
+        return self.start_global_batch_size + steps * self.batch_size_increment
 
 
 class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
