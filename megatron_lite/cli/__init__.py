@@ -1,0 +1,1 @@
+"""`megatron-lite <verb>`: what one does before, after and around a training run."""
