@@ -17,6 +17,8 @@ POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "yarn", "mrope", "relati
 class ModelConfig:
     """What a model takes beside its TransformerConfig, and the switches that TransformerConfig's fields derive from."""
 
+    encoder_num_layers: int | None = flag(None, "The same as --num-layers, for models with an encoder.")
+
     # -- positions and vocabulary
     max_position_embeddings: int | None = flag(
         None, "Rows of the learned position table, and upper bound of the sequence length."
@@ -178,6 +180,7 @@ class DataConfig:
     data_cache_path: str | None = flag(None, "Folder of the index caches. Default: beside the data.")
     mock_data: bool = flag(False, "Made-up samples, no files.")
     seq_length: int | None = flag(None, "Length of a sample.", unit="tokens")
+    encoder_seq_length: int | None = flag(None, "The same as --seq-length, for models with an encoder.", unit="tokens")
     num_workers: int = flag(2, "Processes that read data, on each rank.")
     reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
@@ -256,9 +259,7 @@ class DistributedInitConfig:
         "nccl", "Library that moves data between ranks. Without CUDA gloo is used.", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(10, "How long a collective may take.", unit="minutes")
-    local_rank: int = flag(
-        0, "Number of the process on its machine; the environment's LOCAL_RANK wins.", aliases=("--local_rank",)
-    )
+    local_rank: int = flag(0, "Number of the process on its machine; the environment's LOCAL_RANK wins.")
 
 
 RUN_CONFIGS = (

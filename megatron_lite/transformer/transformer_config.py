@@ -41,9 +41,7 @@ class TransformerConfig(ModelParallelConfig):
 
     # -- layer
     normalization: str = flag("LayerNorm", "Kind of norm.", choices=NORMALIZATIONS)
-    layernorm_epsilon: float = flag(
-        1e-5, "Epsilon of every norm.", name="--norm-epsilon", aliases=("--layernorm-epsilon",)
-    )
+    layernorm_epsilon: float = flag(1e-5, "Epsilon of every norm.", name="--norm-epsilon")
     layernorm_zero_centered_gamma: bool = flag(
         False, "Store gamma - 1, so that weight decay pulls the scale towards 1.", name="--apply-layernorm-1p"
     )

@@ -1,0 +1,199 @@
+"""Megatron's flags that do nothing here yet, or never will: read from two tables beside this file.
+
+    pending_flags.tsv    what comes later, and what changes nothing here. A capability lands: its rows leave the table,
+                         its fields gain `flag()`. A row may name a flag that a config states already; then it only says
+                         that the value is refused until the capability lands.
+    refused_flags.tsv    what is no part of this project (Megatron's reinforcement learning, vision, ...)
+
+Every flag of both parses with Megatron's type, choices and default; given its default it passes in silence. Columns:
+spellings; kind (`off:x`: a switch that sets x to false; `pair`: `--x` and `--no-x`); default (empty: None); choices;
+a key of the dictionaries below, with `=v,w` when only these values are meant; help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megatron_lite.config import KINDS, Flag, destination
+
+# key -> (what has not landed, what to do now)
+CAPABILITIES = {
+    "async save": ("saving in the background", "leave it out: saves are synchronous"),
+    "attention variants": ("this variant of attention", "--qk-layernorm, or plain attention"),
+    "bert": ("BERT", "pretrain_gpt.py trains GPT"),
+    "checkpoints": (
+        "this checkpoint option",
+        "leave it out: checkpoints are sharded, atomic and read under any layout",
+    ),
+    "cp": ("context parallelism", "--context-parallel-size 1"),
+    "data": ("this data option", "leave it out"),
+    "diagnostics": ("this diagnostic", "--log-throughput, --timing-log-level 2, --log-params-norm, --profile"),
+    "distributed optimizer": ("the distributed optimizer", "leave it out: every rank keeps the whole optimizer state"),
+    "evaluation": ("this evaluation option", "--eval-interval and --eval-iters"),
+    "fim": ("fill-in-the-middle data", "leave it out"),
+    "fp8": ("FP8", "--bf16"),
+    "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
+    "launch": ("this way to stop", "--exit-signal-handler, --exit-interval or --exit-duration-in-mins"),
+    "mamba": ("state-space (Mamba) layers", "attention layers"),
+    "mla": ("multi-latent attention", "--group-query-attention"),
+    "moe": ("mixture of experts", "a dense model, without --num-experts"),
+    "mrope": ("multimodal rotary positions", "--position-embedding-type rope"),
+    "mtp": ("multi-token prediction", "leave it out"),
+    "mup": ("width-transfer parametrisation", "leave it out"),
+    "optimizers": ("this optimizer", "--optimizer adam or --optimizer sgd"),
+    "other dtypes": ("this choice of number format", "--bf16, --fp16, or neither for fp32"),
+    "planning": ("the run without its ranks", "run it smaller"),
+    "pp": ("pipeline parallelism", "--pipeline-model-parallel-size 1"),
+    "precision-aware optimizer": ("optimizer state below fp32", "leave it out: the state is fp32"),
+    "relative": ("relative positions", "--position-embedding-type rope"),
+    "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
+    "retro": ("Retro", "pretrain_gpt.py trains GPT"),
+    "retro preprocessing": ("preprocessing for Retro", "megatron-lite preprocess prepares data for GPT"),
+    "sft": ("fine-tuning on chats", "pretraining data"),
+    "t5": ("T5", "pretrain_gpt.py trains GPT"),
+    "tensor dumps": ("writing tensors of a step to files", "--log-params-norm, --log-num-zeros-in-grad"),
+    "text server": ("the text server", "megatron-lite generate"),
+    "tokenizers": (
+        "this tokenizer, or this option of it",
+        "SentencePieceTokenizer, HuggingFaceTokenizer, ByteTokenizer or NullTokenizer",
+    ),
+    "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
+    "tp": ("tensor parallelism", "--tensor-model-parallel-size 1"),
+    "training variants": ("this way to train", "leave it out"),
+    "yarn": ("YaRN positions", "--use-rope-scaling, or --rotary-seq-len-interpolation-factor"),
+    "inference layers": ("layers for inference alone", "--transformer-impl local"),
+}
+
+# key -> what is done instead: these buy speed or memory on special hardware and never change numbers
+NOTICES = {
+    "notice:eager": "steps run without CUDA graphs",
+    "notice:fp32 state": "AdamW in torch, its state in fp32",
+    "notice:in place": "weights are made where they stay",
+    "notice:nccl": "NCCL keeps its defaults",
+    "notice:no extra groups": "there are no extra CPU groups to leave out",
+    "notice:offload": "everything stays on the device",
+    "notice:one format": "there is one format on disk",
+    "notice:one rank": "there is no scatter to clone for",
+    "notice:one stage": "with one pipeline stage there is nothing to align or to overlap",
+    "notice:overlap": "products and collectives of a layer run one after the other",
+    "notice:profiler": "--profile writes torch.profiler's trace",
+    "notice:sync save": "saves are synchronous",
+    "notice:unfused": "there is no such kernel to turn off",
+    "no effect": "",  # obsolete in Megatron as well: in silence
+}
+
+# key -> (reason, alternative)
+REASONS = {
+    "adlr": ("it talks to one company's cluster", "--exit-duration-in-mins, --exit-signal-handler"),
+    "biencoder": (
+        "bi-encoder training was removed from Megatron as well",
+        "BERT with --output-bert-embeddings, or Retro",
+    ),
+    "checkpoint internals": ("it tunes Megatron's own checkpoint format", "leave it out"),
+    "derived": ("its value is derived", "--mup-base-hidden-size for the width; nothing for the other"),
+    "distillation": ("distillation from stored logits is not part of this project", "plain training"),
+    "experimental layers": ("the layer is experimental", "standard attention, --group-query-attention, --window-size"),
+    "gpu kernels": ("it chooses among vendor kernels that are not used here", "leave it out"),
+    "inference": ("inference here is small", "megatron-lite generate, or export to Hugging Face for a serving engine"),
+    "layer-wise": ("there is one parameter layout", "leave it out"),
+    "local checkpoints": ("it needs NVIDIA's resiliency package", "--non-persistent-ckpt-type global"),
+    "mamba": ("hybrid models come later, if at all", "attention layers"),
+    "mtp hsm": ("it is experimental", "--mtp-num-layers alone"),
+    "object storage": ("there is no client for object storage", "copy the data to disk"),
+    "onnx": ("there is no export to ONNX", "export to Hugging Face"),
+    "outside manager": ("process groups are made at start-up", "the Python API takes your own process groups"),
+    "per-sample cp": ("the context-parallel size is one for all samples", "--context-parallel-size"),
+    "remote code": ("it would run code that was downloaded", "files of the tokenizer on disk"),
+    "resiliency": (
+        "it needs NVIDIA's resiliency package",
+        "torchrun --max-restarts with --save-interval, and --rerun-mode",
+    ),
+    "rl": ("reinforcement learning is out of scope", "train here, export to Hugging Face, use a framework for it"),
+    "router experiments": ("it is for experiments with the router", "--moe-router-load-balancing-type"),
+    "tokenizers": ("it is a third party's", "--tokenizer-type HuggingFaceTokenizer with local files"),
+    "vendor communication": ("it needs vendor communication kernels", "--moe-token-dispatcher-type alltoall"),
+    "vendor kernels": ("it needs vendor kernels", "--bf16"),
+    "vendor services": ("it reports to a vendor's service", "TensorBoard, W&B"),
+    "vision": ("text models only", "leave it out"),
+    "weight shards": ("there is no extra axis of weight shards", "--use-megatron-fsdp, or more tensor parallelism"),
+}
+
+# Values, of flags that work, that have not landed: destination -> value -> capability.
+PENDING_VALUES: dict[str, dict[str, str]] = {
+    "position_embedding_type": {"yarn": "yarn", "mrope": "mrope", "relative": "relative"},
+    "optimizer": dict.fromkeys(("muon", "dist_muon", "lion", "soap", "adaptive_muon"), "optimizers"),
+    "ckpt_format": dict.fromkeys(("torch", "torch_dcp", "fsdp_dtensor"), "torch format"),
+    "transformer_impl": {"inference_optimized": "inference layers"},
+    "tokenizer_type": dict.fromkeys(
+        (
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "GPT2BPETokenizer",
+            "TikTokenizer",
+            "MultimodalTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+        ),
+        "tokenizers",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A flag of one of the tables, and the key that says why it does nothing."""
+
+    flag: Flag
+    key: str
+    values: tuple[str, ...] = ()  # only these values are meant; empty: every value but the default
+
+    def concerns(self, value: object) -> bool:
+        if self.values:
+            return str(value) in self.values
+        return value != self.flag.default
+
+
+@cache
+def pending() -> tuple[Row, ...]:
+    return _read("pending_flags.tsv")
+
+
+@cache
+def refused() -> tuple[Row, ...]:
+    return _read("refused_flags.tsv")
+
+
+def _read(name: str) -> tuple[Row, ...]:
+    lines = (Path(__file__).parent / name).read_text(encoding="ascii").splitlines()
+    return tuple(_row(*line.split("\t")) for line in lines[1:])
+
+
+def _row(spellings: str, kind: str, default: str, choices: str, key: str, help: str) -> Row:
+    words = tuple(spellings.split())
+    key, _, values = key.partition("=")
+    flag = _flag(words, kind, default, tuple(choices.split()), help)
+    return Row(flag, key, tuple(values.split(",")) if values else ())
+
+
+def _flag(words: tuple[str, ...], kind: str, default: str, choices: tuple[str, ...], help: str) -> Flag:
+    name = destination(words[0])
+    if kind.startswith("off:"):
+        return Flag(kind.removeprefix("off:"), words, "switch", True, help, stores=False)
+    if kind == "pair":
+        return Flag(name, words[:1], "switch", default == "on", help, stores=True, negations=words[1:])
+    if kind == "switch":
+        return Flag(name, words, "switch", False, help, stores=True)
+    parse = KINDS[kind][0]
+    assert parse is not None, words
+    value: object
+    if default == "":
+        value = None
+    elif default == '""':
+        value = ""
+    elif default.startswith("["):
+        value = [parse(word) for word in default.strip("[]").split()]
+    else:
+        value = parse(default)
+    return Flag(name, words, kind, value, help, choices=tuple(parse(word) for word in choices) or None)
