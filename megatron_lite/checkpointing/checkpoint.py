@@ -1,0 +1,160 @@
+"""One checkpoint, written or read by all ranks together: it exists for all of them or for none.
+
+    write   rank 0: begin folder -> all: boxes and objects (sharded.py) -> rank 0: common.pt, args.json, publish
+    read    rank 0: sizes of all files -> all: common.pt, boxes that overlap theirs
+
+Whatever fails on one rank is raised on every rank, so nobody waits for a rank that gave up. Nothing here knows the
+arguments of a run: they are handed in as values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.distributed import ProcessGroup
+
+from megatron_lite.checkpointing import folders, sharded
+from megatron_lite.checkpointing.folders import Which
+from megatron_lite.checkpointing.plain_values import from_bytes, to_bytes, to_json
+from megatron_lite.checkpointing.sharded import Tensors
+from megatron_lite.collectives import all_gather_object, broadcast_object, group_rank
+from megatron_lite.errors import CheckpointError
+
+COMMON, ARGS = "common.pt", "args.json"
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class Content:
+    """What a checkpoint holds.
+
+    `tensors`: this rank's part of model and optimizer, under global names. `objects`: plain values that this rank
+    alone has, under names of its own (states of random generators). `common`: plain values that all ranks share.
+    `args`: the arguments of the run, for people and for `--use-checkpoint-args`. `description`: facts about the run
+    for metadata.json.
+    """
+
+    tensors: Tensors
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    common: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_checkpoint(root: Path, which: Which, content: Content, group: ProcessGroup | None) -> Path:
+    """Save under `root`; collective over `group`. When it fails, what was there before is unchanged.
+
+    Returns: the folder.
+    Raises: CheckpointError, the same on every rank.
+    """
+    temporary = on_rank_0(lambda: folders.begin(root, which), group)
+    try:
+        sharded.write(temporary, content.tensors, content.objects, group)
+        return on_rank_0(lambda: _finish(temporary, root, which, content), group)
+    except BaseException:
+        if group_rank(group) == 0:
+            folders.abandon(temporary)
+        raise
+
+
+def _finish(temporary: Path, root: Path, which: Which, content: Content) -> Path:
+    common = to_bytes(dict(content.common), COMMON)
+    args = json.dumps(to_json(dict(content.args)), indent=1, sort_keys=True)
+    with folders.explained(f"save to {root}"):
+        folders.write_file(temporary / COMMON, common)
+        folders.write_file(temporary / ARGS, (args + "\n").encode())
+    return folders.publish(temporary, root, which, dict(content.description))
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """The plain values that all ranks share. Raises: CheckpointError."""
+    with folders.explained(f"load {folder}"):
+        data = (folder / COMMON).read_bytes()
+    common = from_bytes(data, str(folder / COMMON))
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{folder / COMMON} holds no table", why="the file is damaged")
+    return common
+
+
+def read_args(folder: Path) -> dict[str, Any]:
+    """The arguments of the run that saved, in JSON's types. Raises: CheckpointError."""
+    path = folder / ARGS
+    try:
+        args = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", why="the file is damaged or missing") from error
+    if not isinstance(args, dict):
+        raise CheckpointError(f"{path} holds no table", why="the file is damaged")
+    return args
+
+
+def read_tensors(
+    folder: Path,
+    tensors: Tensors,
+    group: ProcessGroup | None,
+    *,
+    expected: Callable[[str], bool] = lambda key: True,
+    strict: bool = True,
+) -> list[str]:
+    """`sharded.read` on every rank of `group`, which knows what the other ranks ask for and fails on all or none."""
+    names: set[str] = set()
+    if group is not None:
+        names = names.union(*all_gather_object(sorted(tensors), group, purpose="checkpoint names"))
+    return together(
+        lambda: sharded.read(folder, tensors, expected=expected, strict=strict, requested_elsewhere=names), group
+    )
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------
+
+
+def on_rank_0(step: Callable[[], T], group: ProcessGroup | None) -> T:
+    """The result of `step` on rank 0, or its error, on every rank."""
+    if group is None:
+        return step()
+    value, failure = _attempt(step) if group_rank(group) == 0 else (None, None)
+    value, seen = broadcast_object((value, _for_others(failure, 0)), group, purpose="checkpoint step of rank 0")
+    if seen is not None:
+        raise failure or seen
+    return value
+
+
+def together(step: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Each rank's own result of `step`; if it fails on any rank, every rank raises: its own error, or the first one."""
+    if group is None:
+        return step()
+    value, failure = _attempt(step)
+    seen = all_gather_object(_for_others(failure, group_rank(group)), group, purpose="checkpoint errors")
+    first = next((error for error in seen if error is not None), None)
+    if first is not None:
+        raise failure or first
+    return value  # type: ignore[return-value]
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return step(), None
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        return None, error
+
+
+def _for_others(error: Exception | None, rank: int) -> CheckpointError | None:
+    if error is None:
+        return None
+    if isinstance(error, CheckpointError):
+        return CheckpointError(f"rank {rank}: {error.what}", why=error.why, fix=error.fix)
+    return CheckpointError(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def merge(parts: Iterable[Tensors]) -> dict[str, Any]:
+    """Several tables of tensors as one; a key may occur once."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        double = merged.keys() & part.keys()
+        assert not double, f"two tensors of one rank have the key {sorted(double)[0]}"
+        merged.update(part)
+    return merged

@@ -1,0 +1,439 @@
+"""Tensors on disk under global names with global shapes: every rank writes and reads its own boxes, without a gather.
+
+    rank 0 holds rows 0-3 of w [8, 6]        rank 1 holds a flat range of it: [26, 45)
+    w, one box (0,0) 4x6                     w, three boxes  (4,2) 1x4   (5,0) 2x6   (7,0) 1x3
+
+`ShardSpec` says which boxes a tensor is made of. `Boxes` tells torch Distributed Checkpoint (DCP) so, which writes each
+box once - replicas are spread over the ranks that hold them - and an index, `.metadata`, of all boxes. Reading asks the
+index which saved boxes overlap the wanted ones: the layout at saving and the layout at loading need not agree.
+
+A rank's tensor is either shaped like its boxes (`Piece.local_offset` has a number for each dimension), or flat: then
+`local_offset` is one number, and the box lies in the tensor from there on, row by row.
+
+Neither the tensors nor the index can run code when read: DCP's index is a pickle, so ours is read by an unpickler that
+knows DCP's few classes and no other.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_lite.checkpointing.folders import explain
+from megatron_lite.checkpointing.mismatch import describe_mismatch
+from megatron_lite.checkpointing.plain_values import from_bytes, to_bytes
+from megatron_lite.errors import CheckpointError
+from megatron_lite.sharding import Piece, ShardSpec
+
+INDEX = ".metadata"
+
+Tensors = Mapping[str, tuple[Tensor, ShardSpec]]  # key on disk -> this rank's tensor and its place
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint, as the index has it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Boxes:
+    """A rank's part of one global tensor, speaking the protocol by which DCP asks for it."""
+
+    def __init__(self, tensor: Tensor, spec: ShardSpec):
+        self.tensor, self.spec = tensor.detach(), spec
+        self.size = torch.Size(spec.global_shape)
+        empty = math.prod(spec.global_shape) == 0
+        self.pieces = {p.global_offset: p for p in spec.pieces if empty or math.prod(p.shape) > 0}
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.tensor.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(p.global_offset), torch.Size(p.shape)) for p in self.pieces.values()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The box at `index.offset`, as a view."""
+        assert index.offset is not None, index
+        return view_of_piece(self.tensor, self.pieces[tuple(index.offset)])
+
+
+def view_of_piece(tensor: Tensor, piece: Piece) -> Tensor:
+    """One box of a rank's tensor, as a view of the box's shape."""
+    if len(piece.local_offset) == tensor.dim() == len(piece.shape):
+        return tensor[piece.local_slices()]
+    assert tensor.dim() == 1 and len(piece.local_offset) == 1, (tuple(tensor.shape), piece)
+    return tensor.narrow(0, piece.local_offset[0], math.prod(piece.shape)).view(piece.shape)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, tensors: Tensors, objects: Mapping[str, Any], group: ProcessGroup | None) -> None:
+    """Write this rank's boxes and objects to the (new, shared) `folder`; collective over `group`.
+
+    Args:
+        tensors: a key that several ranks hold with the same boxes is written once. All boxes together must cover
+            the tensor exactly.
+        objects: plain values (see plain_values.py) under keys that no other rank uses.
+        group: the ranks that save; None: this one alone, no process group needed.
+    Raises: CheckpointError, the same on every rank.
+    """
+    state: dict[str, Any] = {key: Boxes(tensor, spec) for key, (tensor, spec) in sorted(tensors.items())}
+    state |= objects
+    with _one_error(f"save to {folder}"):
+        dcp.save(
+            state,
+            storage_writer=_Writer(folder),
+            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans `Boxes` and plain objects, and lets nothing pass that could not be loaded again."""
+
+    def create_local_plan(self) -> SavePlan:
+        items: list[WriteItem] = []
+        for key, value in self.state_dict.items():
+            if isinstance(value, Boxes):
+                items += value.__create_write_items__(key, value)
+            else:
+                items.append(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        _check_agreement(item for plan in all_plans for item in plan.items)
+        plans, metadata = super().create_global_plan(all_plans)  # replicas once, spread by size; no overlaps
+        for key, saved in metadata.state_dict_metadata.items():
+            if isinstance(saved, TensorStorageMetadata):
+                covered = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
+                assert covered == math.prod(saved.size), f"{key}: boxes cover {covered} of {tuple(saved.size)}"
+        return plans, metadata
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        # Contiguous: what is on disk is the box row by row, whatever the strides in memory were.
+        return value.__get_tensor_shard__(index).contiguous() if isinstance(value, Boxes) else value
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(to_bytes(object, write_item.index.fqn))
+        return object
+
+
+def _check_agreement(items: Iterable[WriteItem]) -> None:
+    """All ranks mean the same tensor by a key: a bug of ours (two parameters of one name) would show here."""
+    seen: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
+    for item in items:
+        facts = (item.tensor_data.size, item.tensor_data.properties.dtype) if item.tensor_data else None
+        first = seen.setdefault(item.index.fqn, facts)
+        assert first == facts, f"{item.index.fqn}: ranks hold {first} and {facts} under one name"
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer (one file a rank, flushed) with errors that say what the file system did."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
+        self._folder = folder
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not self._folder.is_dir():
+            raise CheckpointError(
+                f"cannot save to {self._folder.parent}: this machine does not see the folder that rank 0 made",
+                why="every rank writes its own part of a checkpoint, so all machines need the same file system",
+                fix="--save PATH on a shared file system",
+            )
+        return plan
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None  # it would only hold the temporary name
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except (OSError, RuntimeError) as error:
+            raise _explain_write(error, self._folder) from error
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            super().finish(metadata, results)
+        except (OSError, RuntimeError) as error:
+            raise _explain_write(error, self._folder) from error
+
+
+def _explain_write(error: BaseException, folder: Path) -> CheckpointError:
+    """torch's file writer answers a failed write with an error of its own; the first cause is in its context."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return explain(cause, f"save to {folder.parent}")
+        cause = cause.__cause__ or cause.__context__
+    return CheckpointError(f"cannot save to {folder.parent}: {error}")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+def read(
+    folder: Path,
+    tensors: Tensors,
+    *,
+    expected: Callable[[str], bool] = lambda key: True,
+    strict: bool = True,
+    requested_elsewhere: Iterable[str] = (),
+) -> list[str]:
+    """Fill this rank's tensors in place; only the boxes that overlap them are read. Not collective.
+
+    Values are cast to the dtype of the given tensor (floats to floats, integers to integers).
+
+    Args:
+        expected: keys of the checkpoint that some rank should ask for. One that nobody asks for is an error.
+        strict: False: missing keys keep their values, unexpected ones are left, both are returned.
+        requested_elsewhere: keys that other ranks ask for.
+    Returns: without `strict`, the keys that did not match.
+    Raises: CheckpointError naming all missing, unexpected and differently shaped tensors, before anything is changed.
+    """
+    reader = _Reader(folder)
+    index = reader.read_metadata().state_dict_metadata
+    saved = {key: item for key, item in index.items() if isinstance(item, TensorStorageMetadata)}
+    requested = {*tensors, *requested_elsewhere}
+    missing = sorted(tensors.keys() - saved.keys())
+    unexpected = sorted(key for key in saved.keys() - requested if expected(key))
+    shapes = {}
+    for key in tensors.keys() & saved.keys():
+        tensor, spec = tensors[key]
+        there = saved[key]
+        if tuple(there.size) != tuple(spec.global_shape) or _kind(there.properties.dtype) != _kind(tensor.dtype):
+            here = SavedTensor(tuple(spec.global_shape), tensor.dtype)
+            shapes[key] = (SavedTensor(tuple(there.size), there.properties.dtype), here)
+    if shapes or (strict and (missing or unexpected)):
+        raise describe_mismatch(folder, missing, unexpected, {key: _both(*pair) for key, pair in shapes.items()})
+    wanted = {key: Boxes(*tensors[key]) for key in sorted(tensors) if key in saved}
+    with _one_error(f"load {folder}"):
+        dcp.load(wanted, storage_reader=reader, planner=_LoadPlanner(False, False), no_dist=True)
+    return missing + unexpected
+
+
+def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
+    """Key -> global shape and dtype of every tensor in the checkpoint."""
+    index = _Reader(folder).read_metadata().state_dict_metadata
+    return {
+        key: SavedTensor(tuple(item.size), item.properties.dtype)
+        for key, item in index.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+
+
+def saved_objects(folder: Path) -> list[str]:
+    """Keys of the plain objects in the checkpoint."""
+    index = _Reader(folder).read_metadata().state_dict_metadata
+    return sorted(key for key, item in index.items() if isinstance(item, BytesStorageMetadata))
+
+
+def read_object(folder: Path, key: str) -> Any:
+    """One plain object. Raises: CheckpointError; KeyError when there is none of that key."""
+    place = _Reader(folder).read_metadata().storage_data[MetadataIndex(key)]
+    try:
+        with open(folder / place.relative_path, "rb") as file:
+            file.seek(place.offset)
+            data = file.read(place.length)
+    except OSError as error:
+        raise explain(error, f"load {folder}") from error
+    return from_bytes(data, f"{key} in {folder / place.relative_path}")
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Asks for the saved boxes that overlap this rank's."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for key, boxes in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata), key
+            reads = create_read_items_for_chunk_list(key, saved, boxes.__create_chunk_list__())
+            found = sum(math.prod(item.lengths) for item in reads)
+            wanted = sum(math.prod(piece.shape) for piece in boxes.pieces.values())
+            if found != wanted:
+                raise CheckpointError(
+                    f"the index of the checkpoint has {found} of {wanted} elements of this rank's part of {key}",
+                    why="it is damaged",
+                    fix="--ckpt-step with another checkpoint",
+                )
+            items += reads
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader that runs no code, reads a saved box once, and names the file that is damaged."""
+
+    _index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is not None:
+            return self._index
+        path = Path(self.path) / INDEX
+        try:
+            with open(path, "rb") as file:
+                metadata = _IndexUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError("it holds something else")
+        except OSError as error:
+            raise explain(error, f"load {self.path}") from error
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise CheckpointError(
+                f"cannot read {path}: {error}",
+                why="it is not an index as torch.distributed.checkpoint writes it, or it is damaged",
+                fix="--ckpt-step with another checkpoint",
+            ) from error
+        self._index = metadata
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        def place(item: ReadItem) -> tuple[str, int]:
+            stored = self.storage_data[item.storage_index]
+            return stored.relative_path, stored.offset
+
+        folder, last, box = Path(self.path), None, torch.empty(0)
+        for item in sorted(plan.items, key=place):
+            stored = self.storage_data[item.storage_index]
+            path = folder / stored.relative_path
+            if place(item) != last:  # several of our boxes may overlap one saved box
+                try:
+                    with open(path, "rb") as file:
+                        file.seek(stored.offset)
+                        data = file.read(stored.length)
+                except OSError as error:
+                    raise explain(error, f"load {folder}") from error
+                box, last = from_bytes(data, f"{item.storage_index.fqn} in {path}"), place(item)
+                del data
+            target = planner.resolve_tensor(item)
+            source = box[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))]
+            if source.shape != target.shape:
+                raise CheckpointError(f"{item.storage_index.fqn} in {path} has not the shape that the index gives")
+            target.copy_(source)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+_INDEX_CLASSES = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _INDEX_CLASSES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _one_error(action: str) -> Iterator[None]:
+    """DCP gathers the failures of all ranks into one exception; the user gets the first of them, as a CheckpointError.
+
+    Also silences DCP's warning that a lone process saves alone: it is meant so.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (first, stack) = min(error.failures.items())
+        if isinstance(first, CheckpointError) or not isinstance(first, Exception):
+            raise first from error
+        if isinstance(first, OSError):
+            raise explain(first, action) from error
+        if isinstance(first, AssertionError):  # a bug of ours: keep the trace
+            raise AssertionError(f"rank {rank}: {first}\n{''.join(stack.format())}") from error
+        raise CheckpointError(f"cannot {action}: rank {rank}: {type(first).__name__}: {first}") from error
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
+
+
+def _both(there: SavedTensor, here: SavedTensor) -> tuple[str, str]:
+    if there.shape != here.shape:
+        return str(list(there.shape)), str(list(here.shape))
+    return str(there.dtype), str(here.dtype)
