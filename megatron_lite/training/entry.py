@@ -1,0 +1,78 @@
+"""`pretrain`: what every entry script calls. Arguments come first, without torch: --help and mistakes answer at once."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_lite.enums import ModelType
+from megatron_lite.errors import ConfigError, MegatronLiteError
+from megatron_lite.log import rank_and_world_size
+from megatron_lite.training.arguments import parse_args, validate_args
+from megatron_lite.training.launch import read_launch
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Callable[[list[int | None]], Sequence[Any]],
+    model_provider: Callable[..., Any],
+    model_type: ModelType,
+    forward_step_func: Callable[..., Any],
+    process_non_loss_data_func: Callable[..., None] | None = None,
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+) -> None:
+    """Train, evaluate and save as the command line says. The process ends here when something is the user's to mend.
+
+    Args:
+        train_valid_test_dataset_provider: sizes -> (train, valid, test) data sets.
+        model_provider: (pre_process, post_process) -> module.
+        forward_step_func: (data iterator, model) -> (output, loss function); see `pipeline_parallel.executor`.
+        process_non_loss_data_func: (collected, iteration, writer), called after each evaluation with what
+            `loss_func(output, non_loss_data=True)` returned for one batch.
+        extra_args_provider: adds flags of the script to the parser.
+        args_defaults: other defaults than those of the flags, by Megatron's name.
+    """
+    try:
+        args = read_arguments(extra_args_provider, args_defaults)
+
+        from megatron_lite.training.training import run, start  # torch: not before the arguments are known to be good
+
+        start(args)
+        run(
+            args,
+            train_valid_test_dataset_provider,
+            model_provider,
+            model_type,
+            forward_step_func,
+            process_non_loss_data_func,
+        )
+    except MegatronLiteError as error:
+        leave(error)
+
+
+def read_arguments(
+    extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    argv: list[str] | None = None,
+) -> Namespace:
+    """The command line, completed from a checkpoint if it says so, and checked against the launcher's world size."""
+    args = parse_args(argv, extra_args_provider, args_defaults)
+    launch = read_launch()
+    if args.use_checkpoint_args:
+        from megatron_lite.training.checkpointing import load_args_from_checkpoint  # reads with torch
+
+        load_args_from_checkpoint(args)
+    validate_args(args, launch.world_size)
+    return args
+
+
+def leave(error: MegatronLiteError) -> None:
+    """Print what the user can mend, without a traceback, and end this process with the error's status."""
+    rank, _ = rank_and_world_size()
+    # Bad flags are bad on every rank: rank 0 says it. The rest may be true of one rank alone.
+    if rank == 0 or not isinstance(error, ConfigError):
+        prefix = f"[rank {rank}] " if rank else ""
+        print(f"\n{prefix}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.exit(error.exit_status)

@@ -1,0 +1,108 @@
+"""Start-up: which device, which ranks, which groups, which random numbers.
+
+    launcher's environment --> world --> device, backend --> process groups --> seeds
+
+The launcher's RANK, WORLD_SIZE and LOCAL_RANK decide; the number of devices of the machine never does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from argparse import Namespace
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_lite import parallel_state
+from megatron_lite.errors import ConfigError
+from megatron_lite.log import print_rank_0, set_rank
+from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_lite.training.launch import Launch, read_launch
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """This process's CUDA device, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} on a machine with {count} CUDA devices",
+            why="each process drives a device of its own",
+            fix=f"start at most {count} processes on this machine, or hide the devices with CUDA_VISIBLE_DEVICES=",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
+    """Bring up this process for a run: device (`args.device`), process groups (registered), seeds.
+
+    Args:
+        args: validated arguments.
+    Returns: the registered process groups.
+    """
+    launch = read_launch()
+    args.device = choose_device(launch.local_rank)
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)
+    if args.deterministic_mode:
+        _deterministic()
+    if not dist.is_initialized():
+        print_rank_0("> initializing torch distributed ...")
+        _init_process_group(args, launch)
+    set_rank(dist.get_rank(), dist.get_world_size())
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
+        )
+        print_rank_0(f"> initialized tensor model parallel with size {args.tensor_model_parallel_size}")
+        print_rank_0(f"> initialized pipeline model parallel with size {args.pipeline_model_parallel_size}")
+    print_rank_0(f"> setting random seeds to {args.seed} ...")
+    set_random_seed(args.seed)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _init_process_group(args: Namespace, launch: Launch) -> None:
+    backend = args.distributed_backend if args.device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if launch.world_size == 1:  # users' scripts may ask torch.distributed for their rank; no port is opened for it
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+
+def _deterministic() -> None:
+    """Only deterministic kernels; a setting that contradicts it is refused, never overruled in silence."""
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if workspace not in (":4096:8", ":16:8"):
+        raise ConfigError(
+            f"--deterministic-mode with CUBLAS_WORKSPACE_CONFIG={workspace}",
+            why="cuBLAS is deterministic with :4096:8 or :16:8 only",
+            fix="unset CUBLAS_WORKSPACE_CONFIG",
+        )
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy, torch and the regions of the tensor-parallel tracker.
+
+    The seed of initial weights is the same on every rank: `initialization` makes them a function of names.
+    """
+    if seed is None or seed <= 0:
+        raise ConfigError(f"--seed {seed}", why="seeds are positive", fix="--seed 1234")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

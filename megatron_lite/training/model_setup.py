@@ -1,0 +1,130 @@
+"""From the script's `model_provider` to what the loop needs: model chunks under DDP, optimizer, schedule.
+
+model_provider(pre_process, post_process) -> module
+    -> device -> Float16Module (fp16, bf16) -> DistributedDataParallel -> optimizer -> schedule
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lite import collectives
+from megatron_lite.distributed import DistributedDataParallel, finalize_model_grads
+from megatron_lite.enums import ModelType
+from megatron_lite.log import print_rank_0
+from megatron_lite.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.training.arguments import (
+    core_transformer_config_from_args,
+    ddp_config_from_args,
+    optimizer_config_from_args,
+)
+from megatron_lite.transformer.module import Float16Module
+
+ModelProvider = Callable[..., nn.Module]
+
+
+def get_model(
+    model_provider_func: ModelProvider,
+    model_type: ModelType,
+    args: Namespace,
+    pg_collection: ProcessGroupCollection,
+    wrap_with_ddp: bool = True,
+) -> list[nn.Module]:
+    """This rank's model chunks, on its device, in its number format, under DDP."""
+    module = model_provider_func(pre_process=True, post_process=True)
+    module.model_type = model_type  # type: ignore[assignment]
+    if collectives.group_rank(pg_collection.dp_cp) == 0:
+        tp, pp = collectives.group_rank(pg_collection.tp), collectives.group_rank(pg_collection.pp)
+        count = sum(p.numel() for p in module.parameters())
+        print(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}", flush=True)
+    module.to(args.device)
+    config: Any = getattr(module, "config", None) or core_transformer_config_from_args(args)
+    if args.fp16 or args.bf16:
+        module = Float16Module(config, module)
+    if not wrap_with_ddp:
+        return [module]
+    model = DistributedDataParallel(config, ddp_config_from_args(args, module), module, pg_collection=pg_collection)
+    if args.data_parallel_random_init:
+        model.broadcast_params()
+    return [model]
+
+
+def setup_model_and_optimizer(
+    model_provider_func: ModelProvider, model_type: ModelType, args: Namespace, pg_collection: ProcessGroupCollection
+) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
+    """Model chunks, optimizer and schedule, with the schedule's hooks wired into the model's config."""
+    model = get_model(model_provider_func, model_type, args, pg_collection)
+    optimizer_config = optimizer_config_from_args(args)
+    optimizer_config.timers = args.timers
+    optimizer = get_megatron_optimizer(optimizer_config, model, pg_collection=pg_collection)
+    scheduler = get_optimizer_param_scheduler(optimizer, args)
+    config: Any = model[0].config
+    config.timers = args.timers
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = model[0].no_sync
+    return model, optimizer, scheduler
+
+
+def get_optimizer_param_scheduler(optimizer: MegatronOptimizer, args: Namespace) -> OptimizerParamScheduler:
+    """The schedule of learning rate and weight decay; its clock counts samples."""
+    batch = args.global_batch_size
+    if args.train_iters and not args.train_samples:
+        decay = (args.lr_decay_iters or args.train_iters) * batch
+        total = args.train_iters * batch
+        warmup = args.lr_warmup_iters * batch
+        anneal = args.lr_wsd_decay_iters * batch if args.lr_wsd_decay_iters is not None else None
+    else:
+        decay = args.lr_decay_samples or args.train_samples
+        total = args.train_samples
+        warmup = args.lr_warmup_samples
+        anneal = args.lr_wsd_decay_samples
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=anneal,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+def print_datetime(what: str) -> None:
+    """`[what] datetime: ...`, by rank 0, when all ranks are here."""
+    collectives.barrier(collectives.world(), purpose="print_datetime")
+    print_rank_0(f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S.%f} ")
+
+
+@torch.no_grad()
+def params_norm(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> float:
+    """L2 norm of all parameters, each counted once over the ranks of the model."""
+    tp_rank = collectives.group_rank(pg_collection.tp)
+    params = [
+        p
+        for chunk in model
+        for p in chunk.parameters()
+        if not getattr(p, "shared", False) and (tp_rank == 0 or getattr(p, "tensor_model_parallel", False))
+    ]
+    norms = torch._foreach_norm([p.float() if p.dtype != torch.float32 else p for p in params])
+    total = torch.stack(list(norms)).float().square().sum()
+    collectives.all_reduce(total, pg_collection.mp, purpose="params norm")
+    return float(total.sqrt())

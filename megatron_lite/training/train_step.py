@@ -1,0 +1,142 @@
+"""One step: micro-batches forward and backward, then the optimizer, then the schedule.
+
+What is printed is what was optimised. A loss function reports (sum, tokens) for a micro-batch; over micro-batches and
+data-parallel ranks
+
+    default                         mean of the micro-batches' means
+    --calculate-per-token-loss      all sums / all tokens
+
+Evaluation always divides all sums by all tokens, so its number does not depend on how samples fall into micro-batches.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite import collectives
+from megatron_lite.errors import RankFailure
+from megatron_lite.log import rank_and_world_size
+from megatron_lite.num_microbatches_calculator import get_num_microbatches
+from megatron_lite.optimizer import MegatronOptimizer
+from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron_lite.pipeline_parallel import get_forward_backward_func
+from megatron_lite.pipeline_parallel.executor import ForwardStep
+from megatron_lite.process_groups_config import ProcessGroupCollection
+
+Value = Tensor | tuple[Tensor, Tensor]
+Reports = Sequence[dict[str, Value]]
+
+
+@dataclass
+class StepResult:
+    """What a step did.
+
+    losses: by key, fp32 scalars on the CPU; skipped: the update was left out (Inf or NaN in a gradient);
+    learning_rate: the one that this update used; grad_norm, num_zeros: None where they were not computed.
+    """
+
+    losses: dict[str, float]
+    skipped: bool
+    learning_rate: float
+    grad_norm: float | None
+    num_zeros: int | None
+
+
+def train_step(
+    forward_step_func: ForwardStep,
+    data_iterator: Iterator[Any],
+    model: list[nn.Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    args: Namespace,
+    iteration: int,
+    pg_collection: ProcessGroupCollection,
+) -> StepResult:
+    """Run iteration number `iteration` (from 1).
+
+    Raises: RankFailure naming this rank when its loss is NaN or Inf and `--no-check-for-nan-in-loss-and-grad` is not
+        given; nothing has changed then.
+    """
+    for chunk in model:
+        chunk.zero_grad_buffer()  # type: ignore[operator]
+    optimizer.zero_grad()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+        pg_collection=pg_collection,
+    )
+    if args.check_for_nan_in_loss_and_grad:
+        check_losses(reports, iteration)
+    if args.empty_unused_memory_level >= 1 and args.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+    learning_rate = max((group["lr"] for group in optimizer.param_groups if group["params"]), default=0.0)
+    timers = args.timers
+    timers("optimizer", log_level=1).start(barrier=args.barrier_with_L1_time)
+    succeeded, grad_norm, num_zeros = optimizer.step()
+    timers("optimizer").stop()
+    if succeeded:
+        scheduler.step(increment=get_num_microbatches() * args.micro_batch_size * args.data_parallel_size)
+    if args.empty_unused_memory_level >= 2 and args.device.type == "cuda":
+        torch.cuda.empty_cache()
+    losses = average_losses(reports, pg_collection, per_token=args.calculate_per_token_loss)
+    return StepResult(losses, not succeeded, learning_rate, grad_norm, num_zeros)
+
+
+def check_losses(reports: Reports, iteration: int) -> None:
+    """Stop at a loss that is NaN or Inf; one look at the device for all micro-batches."""
+    for key in reports[0] if reports else ():
+        sums = torch.stack([_flat(report[key])[0] for report in reports])
+        if not bool(torch.isfinite(sums).all()):
+            bad = (~torch.isfinite(sums)).nonzero().flatten().tolist()
+            rank, _ = rank_and_world_size()
+            raise RankFailure(
+                f"rank {rank}: {key} is {sums[bad[0]].item()} at iteration {iteration} (micro-batch {bad[0]})",
+                why="a forward pass gave NaN or Inf; no weight has been changed by this iteration",
+                fix="look at this batch (--iterations-to-skip leaves it out), lower --lr, or skip bad steps with "
+                "--no-check-for-nan-in-loss-and-grad",
+            )
+
+
+def average_losses(reports: Reports, pg_collection: ProcessGroupCollection, *, per_token: bool) -> dict[str, float]:
+    """The losses of a step by key, over micro-batches and data-parallel ranks (see the top of this file).
+
+    Args:
+        reports: one dict per micro-batch: key -> (sum, tokens), as two scalars or `[2]`; or a scalar that is averaged.
+    """
+    if not reports:
+        return {}
+    rows = []
+    for key in reports[0]:
+        values = [_flat(report[key]) for report in reports]
+        if values[0].numel() == 2:
+            table = torch.stack(values)  # [m, 2]
+            if per_token:
+                rows.append(table.sum(0))
+                continue
+            means = table[:, 0] / table[:, 1].clamp(min=1)
+        else:
+            means = torch.cat(values)
+        rows.append(torch.stack([means.sum(), means.new_tensor(float(len(values)))]))
+    sums = torch.stack(rows)  # [keys, 2]: one message for all keys
+    collectives.all_reduce(sums, pg_collection.dp_cp, purpose="losses")
+    values = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
+    return dict(zip(reports[0], values))
+
+
+def _flat(value: Value) -> Tensor:
+    """A reported value as `[2]` (sum, tokens) or `[1]`, fp32."""
+    if isinstance(value, tuple):
+        value = torch.stack(value)
+    return value.detach().float().flatten()

@@ -1,0 +1,321 @@
+"""A run from its arguments to its end.
+
+    start-up -> model, optimizer, schedule -> checkpoint -> data -> loop -> last save, evaluation, report
+
+One iteration: batch-size ramp, step, log line, evaluation, save, reasons to stop.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from megatron_lite.enums import ModelType
+from megatron_lite.errors import CheckpointError, DataError
+from megatron_lite.log import print_rank_0, rank_and_world_size, warn_rank_0
+from megatron_lite.num_microbatches_calculator import (
+    get_num_microbatches,
+    init_num_microbatches_calculator,
+    update_num_microbatches,
+)
+from megatron_lite.optimizer import MegatronOptimizer
+from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron_lite.pipeline_parallel.executor import ForwardStep
+from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.timers import Timers
+from megatron_lite.training import global_vars
+from megatron_lite.training.arguments import print_args, save_config
+from megatron_lite.training.checkpointing import (
+    load_checkpoint,
+    save_checkpoint,
+    will_load_checkpoint,
+)
+from megatron_lite.training.data_loading import DatasetsProvider, Iterators, build_train_valid_test_data_iterators
+from megatron_lite.training.evaluation import evaluate
+from megatron_lite.training.fault_handling import SignalWatch, agree, exit_reason
+from megatron_lite.training.flops import num_floating_point_operations
+from megatron_lite.training.initialize import initialize_megatron
+from megatron_lite.training.launch import program_start
+from megatron_lite.training.model_setup import ModelProvider, params_norm, print_datetime, setup_model_and_optimizer
+from megatron_lite.training.profiling import Profiler
+from megatron_lite.training.progress_file import append_progress
+from megatron_lite.training.report import write_report
+from megatron_lite.training.train_step import train_step
+from megatron_lite.training.training_log import TrainingLog, describe_run
+
+
+def start(args: Namespace) -> None:
+    """Process groups, seeds, tokenizer, timers and batch sizes, from validated arguments (`get_args()` from now on)."""
+    init_num_microbatches_calculator(
+        rank_and_world_size()[0],
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        args.decrease_batch_size_if_needed,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    print_args(args)
+    global_vars.set_args(args)
+    global_vars.set_tokenizer(global_vars.build_tokenizer(args))
+    args.timers = Timers(args.timing_log_level, args.timing_log_option)
+    global_vars.set_timers(args.timers)
+    initialize_megatron(args)
+    print_rank_0(f"time to initialize megatron (seconds): {time.time() - program_start():.3f}")
+    print_datetime("after megatron is initialized")
+
+
+def run(
+    args: Namespace,
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    model_type: ModelType,
+    forward_step_func: ForwardStep,
+    process_non_loss_data_func: Callable[..., None] | None = None,
+) -> None:
+    """The run, after `start`; the arguments are those of `pretrain`."""
+    pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    timers = args.timers
+    append_progress(args, "Starting job")
+
+    timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type, args, pg_collection)
+    args.iteration = args.num_floating_point_operations_so_far = 0
+    args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
+    if will_load_checkpoint(args):
+        timers("load-checkpoint", log_level=0).start(barrier=True)
+        args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(model, optimizer, scheduler)
+        timers("load-checkpoint").stop(barrier=True)
+        timers.log(["load-checkpoint"])
+    update_num_microbatches(args.consumed_train_samples, consistency_check=True)
+    timers("model-and-optimizer-setup").stop()
+    print_datetime("after model, optimizer, and learning rate scheduler are built")
+
+    timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)
+    done = args.iteration >= args.train_iters and not args.skip_train
+    iterators: Iterators = (None, None, None)
+    if not done:
+        iterators = build_train_valid_test_data_iterators(datasets_provider, args, pg_collection)
+    timers("train/valid/test-data-iterators-setup").stop()
+    print_datetime("after dataloaders are built")
+    print_rank_0("done with setup ...")
+    timers.log(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"], barrier=True)
+    describe_run(args, model, pg_collection)
+    if done:
+        print_rank_0(
+            f"nothing left to train: the checkpoint is at iteration {args.iteration} of {args.train_iters} "
+            "(more: a larger --train-iters)"
+        )
+        return
+
+    loop = Loop(args, model, optimizer, scheduler, forward_step_func, iterators, pg_collection)
+    loop.process_non_loss_data_func = process_non_loss_data_func
+    try:
+        loop.run()
+    finally:
+        loop.log.close()
+        loop.profiler.stop()
+    if args.save and rank_and_world_size()[0] == 0:
+        _report(args)
+
+
+def _report(args: Namespace) -> None:
+    """Pictures are no reason to lose a run's exit status."""
+    try:
+        for path in write_report(args.save):
+            print(f"wrote {path}", flush=True)
+    except Exception as error:
+        warn_rank_0(f"no report of the run could be drawn: {error!r}")
+        traceback.print_exc(limit=1)
+
+
+class Loop:
+    """The state of a running training: what is stepped, where it is, what it writes.
+
+    Args:
+        args: `args.iteration` is the last finished iteration.
+        iterators: of micro-batches: train, valid, test.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: list[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        forward_step_func: ForwardStep,
+        iterators: Iterators,
+        pg_collection: ProcessGroupCollection,
+    ):
+        self.args, self.model, self.optimizer, self.scheduler = args, model, optimizer, scheduler
+        self.forward_step_func, self.pg_collection = forward_step_func, pg_collection
+        self.train_data, self.valid_data, self.test_data = iterators
+        self.log = TrainingLog(args, args.timers, pg_collection)
+        self.profiler = Profiler(args)
+        self.process_non_loss_data_func: Callable[..., None] | None = None
+        self.exit_signal = SignalWatch(args.exit_signal) if args.exit_signal_handler else None
+        self._saved_at = args.iteration if args.iteration else -1
+
+    # -- the course of a run ---------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Train to the end or to a reason to stop; then save and evaluate."""
+        args = self.args
+        if args.save:
+            save_config(args, args.save)
+        if args.skip_train:
+            print_rank_0("skipping training (--skip-train is on) ...")
+        else:
+            print_rank_0("training ...")
+            if not self._train():
+                return
+        print_datetime("after training is done")
+        if not args.skip_train:
+            self._save(final=True)
+        for name, data in (("validation", self.valid_data), ("test", self.test_data)):
+            if data is not None:
+                self._evaluate(data, f"iteration {args.iteration} on {name} set", record=False, verbose=True)
+
+    def _train(self) -> bool:
+        """Iterations up to `--train-iters`. Returns: whether the run is to go on with its last evaluations."""
+        args = self.args
+        for chunk in self.model:
+            chunk.train()
+        if args.manual_gc:
+            gc.disable()
+            gc.collect()
+        print_datetime("before the start of training step")
+        self.log.start_interval()
+        try:
+            while args.iteration < args.train_iters:
+                self._iterate()
+                reason = exit_reason(args, args.iteration, self.exit_signal)
+                if reason is not None and args.iteration < args.train_iters:
+                    self._save(final=True)
+                    print_datetime(reason)
+                    return False
+        finally:
+            if args.manual_gc:
+                gc.enable()
+            if self.exit_signal is not None:
+                self.exit_signal.restore()
+        return True
+
+    def _iterate(self) -> None:
+        args = self.args
+        microbatches = get_num_microbatches()
+        update_num_microbatches(args.consumed_train_samples, consistency_check=True)
+        if get_num_microbatches() != microbatches and args.iteration and args.save:
+            self._save()
+        iteration = args.iteration + 1
+        batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+        self.profiler.before_step(iteration)
+        if iteration in args.iterations_to_skip:
+            self._skip(batch)
+        else:
+            self._step(iteration, batch)
+        if args.eval_interval and iteration % args.eval_interval == 0 and self.valid_data is not None:
+            self._pause(lambda: self._evaluate(self.valid_data, f"iteration {iteration}"))
+        if args.manual_gc and args.manual_gc_interval and iteration % args.manual_gc_interval == 0:
+            gc.collect()
+        if args.save and args.save_interval and iteration % args.save_interval == 0:
+            self._save()
+
+    def _step(self, iteration: int, batch: int) -> None:
+        args = self.args
+        try:
+            result = train_step(
+                self.forward_step_func,
+                self.train_data,  # type: ignore[arg-type]
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                args,
+                iteration,
+                self.pg_collection,
+            )
+        except StopIteration:
+            raise DataError(
+                f"the training data ended in iteration {iteration} of {args.train_iters}",
+                why=f"{args.consumed_train_samples} samples were used",
+                fix="fewer --train-iters, or --dataloader-type cyclic",
+            ) from None
+        args.iteration = iteration
+        args.consumed_train_samples += batch
+        args.num_floating_point_operations_so_far += num_floating_point_operations(args, batch)
+        args.loss_scale_now = float(self.optimizer.get_loss_scale().item())
+        norm = None
+        if args.log_params_norm:
+            norm = params_norm(self.model, self.pg_collection)
+        self.log.step(iteration, result, batch, norm)
+
+    def _skip(self, batch: int) -> None:
+        """Read the batch of this iteration, and do not train on it."""
+        args = self.args
+        for _ in range(get_num_microbatches()):
+            next(self.train_data)  # type: ignore[arg-type]
+        args.iteration += 1
+        args.consumed_train_samples += batch
+        args.skipped_train_samples += batch
+        print_rank_0(f"skipped iteration {args.iteration} (--iterations-to-skip)")
+
+    # -- beside the steps ------------------------------------------------------------------------------------------
+    def _pause(self, action: Callable[[], object]) -> None:
+        """Do something that is not part of an iteration's time."""
+        timer = self.args.timers("interval-time")
+        timer.stop()
+        if self.args.manual_gc and self.args.manual_gc_eval:
+            gc.collect()
+        action()
+        if self.args.manual_gc and self.args.manual_gc_eval:
+            gc.collect(generation=0)
+        timer.start(barrier=True)
+
+    def _evaluate(self, data: Iterator[Any] | None, prefix: str, *, record: bool = True, verbose: bool = False) -> None:
+        args = self.args
+        assert data is not None
+        limit = args.exit_duration_in_mins
+
+        def out_of_time() -> bool:
+            if limit is None:
+                return False
+            return bool(agree(int((time.time() - program_start()) / 60.0 > limit), args.device))
+
+        losses = evaluate(
+            self.forward_step_func, data, self.model, args, self.pg_collection, verbose=verbose, out_of_time=out_of_time
+        )
+        if losses is not None:
+            self.log.validation(prefix, args.iteration, losses, record=record)
+
+    def _save(self, final: bool = False) -> None:
+        """Save once an iteration. A save that fails does not stop training, but it does fail the run's last one."""
+        args = self.args
+        if not args.save or self._saved_at == args.iteration:
+            return
+
+        def save() -> None:
+            args.timers("save-checkpoint", log_level=0).start(barrier=True)
+            try:
+                save_checkpoint(
+                    args.iteration,
+                    self.model,
+                    self.optimizer,
+                    self.scheduler,
+                    args.num_floating_point_operations_so_far,
+                )
+                self._saved_at = args.iteration
+            except CheckpointError as error:
+                if final:
+                    raise
+                warn_rank_0(f"the checkpoint of iteration {args.iteration} was NOT saved; training goes on.\n{error}")
+            finally:
+                args.timers("save-checkpoint").stop(barrier=True)
+            args.timers.log(["save-checkpoint"])
+
+        self._pause(save) if not final else save()

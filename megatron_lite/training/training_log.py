@@ -1,0 +1,371 @@
+"""What a run says while it runs: Megatron's log line, TensorBoard, `metrics.jsonl`, and the summary before the start.
+
+    every step           TensorBoard scalars, sums for the next line
+    every log interval   the line (last rank), timers, one object in metrics.jsonl
+    an evaluation        the validation line, its scalars, one object in metrics.jsonl
+
+The learning rate of line i is the one that update i used (Megatron prints the next one's).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lite import collectives
+from megatron_lite.log import print_rank_0, print_rank_last, rank_and_world_size
+from megatron_lite.num_microbatches_calculator import get_num_microbatches
+from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.timers import Timers
+from megatron_lite.training.evaluation import perplexity, result_line
+from megatron_lite.training.flops import num_floating_point_operations
+from megatron_lite.training.train_step import StepResult
+
+# As in Megatron, without the levels; those that never ran are left out when printed.
+_TIMERS = [
+    "forward-backward",
+    "forward-compute",
+    "backward-compute",
+    "batch-generator",
+    "non-tensor-parallel-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "all-grads-sync",
+    "params-all-gather",
+    "optimizer-copy-to-main-grad",
+    "optimizer-unscale-and-check-inf",
+    "optimizer-clip-main-grad",
+    "optimizer-count-zeros",
+    "optimizer-inner-step",
+    "optimizer-copy-main-to-model-params",
+    "optimizer",
+]
+
+
+class TrainingLog:
+    """Collects what steps report and writes it in Megatron's forms.
+
+    Args:
+        args: resolved arguments; `args.iteration` is where the run starts.
+        timers: the run's timers; `interval-time` is started and read here.
+    """
+
+    def __init__(self, args: Namespace, timers: Timers, pg_collection: ProcessGroupCollection):
+        self.args, self.timers, self.pg_collection = args, timers, pg_collection
+        rank, world_size = rank_and_world_size()
+        self.is_last_rank, self.world_size = rank == world_size - 1, world_size
+        self.writer = _tensorboard(args) if self.is_last_rank else None
+        self.wandb = _wandb(args) if self.is_last_rank else None
+        self.metrics = _metrics_file(args) if self.is_last_rank else None
+        self._sums: dict[str, float] = {}
+        self._counted = self._skipped = self._nan = 0
+        self._iterations = self._tokens = 0
+        self._report_memory = True
+        self._progress_line = self.is_last_rank and sys.stdout.isatty()
+        self._run_start = time.monotonic()
+        self._first_iteration = args.iteration
+
+    # -- a step --------------------------------------------------------------------------------------------------
+    def step(self, iteration: int, result: StepResult, batch_size: int, params_norm: float | None) -> None:
+        """Note a step; at the log interval print the line."""
+        args = self.args
+        self._iterations += 1
+        self._tokens += batch_size * args.seq_length
+        if result.skipped:
+            self._skipped += 1
+            self._nan += any(not math.isfinite(loss) for loss in result.losses.values())
+        else:
+            self._counted += 1
+            for key, loss in result.losses.items():
+                self._sums[key] = self._sums.get(key, 0.0) + loss
+        if iteration % args.tensorboard_log_interval == 0:
+            self._scalars(iteration, result, batch_size, params_norm)
+        if iteration % args.log_interval == 0:
+            self._line(iteration, result, batch_size, params_norm)
+            self._start_over()
+        elif iteration == self._first_iteration + 1:  # so that a run shows at once that it learns; sums go on
+            self._line(iteration, result, batch_size, params_norm)
+        elif self._progress_line:
+            self._progress(iteration, result)
+
+    def _scalars(self, iteration: int, result: StepResult, batch_size: int, params_norm: float | None) -> None:
+        args = self.args
+        both: dict[str, float | int | None] = {
+            "learning-rate": result.learning_rate,
+            "batch-size": batch_size,
+            **result.losses,
+            "loss-scale": args.loss_scale_now if args.log_loss_scale_to_tensorboard else None,
+            "world-size": self.world_size if args.log_world_size_to_tensorboard else None,
+            "grad-norm": result.grad_norm,
+            "num-zeros": result.num_zeros,
+            "params-norm": params_norm,
+        }
+        for tag, value in both.items():
+            if value is not None:
+                self.scalar(tag, value, iteration)
+                if self.writer:
+                    self.writer.add_scalar(f"{tag} vs samples", value, args.consumed_train_samples)
+        if args.skipped_train_samples > 0:
+            self.scalar("skipped-train-samples", args.skipped_train_samples, iteration)
+        if args.log_memory_to_tensorboard and args.device.type == "cuda":
+            stats = torch.cuda.memory_stats()
+            for tag, key in (
+                ("mem-reserved-bytes", "reserved_bytes.all.current"),
+                ("mem-allocated-bytes", "allocated_bytes.all.current"),
+                ("mem-max-allocated-bytes", "allocated_bytes.all.peak"),
+                ("mem-allocated-count", "allocation.all.current"),
+            ):
+                self.scalar(tag, stats[key], iteration)
+
+    def scalar(self, tag: str, value: float, iteration: int) -> None:
+        """One scalar to TensorBoard and W&B, on the last rank."""
+        if self.writer:
+            self.writer.add_scalar(tag, value, iteration)
+        if self.wandb:
+            self.wandb.log({tag: value}, iteration)
+
+    # -- the line ------------------------------------------------------------------------------------------------
+    def _line(self, iteration: int, result: StepResult, batch_size: int, params_norm: float | None) -> None:
+        args = self.args
+        at_interval = iteration % args.log_interval == 0
+        seconds = self.timers("interval-time").elapsed(reset=at_interval, barrier=True) / self._iterations
+        throughput = num_floating_point_operations(args, batch_size) / (seconds * 1e12 * self.world_size)
+        line = f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}]"
+        line += f" iteration {iteration:8d}/{args.train_iters:8d} |"
+        line += f" consumed samples: {args.consumed_train_samples:12d} |"
+        if args.skipped_train_samples > 0:
+            line += f" skipped samples: {args.skipped_train_samples:12d} |"
+        line += f" elapsed time per iteration (ms): {seconds * 1000.0:.1f} |"
+        if args.log_throughput:
+            line += f" throughput per GPU (TFLOP/s/GPU): {throughput:.1f} |"
+        line += f" learning rate: {result.learning_rate:.6E} |"
+        line += f" global batch size: {batch_size:5d} |"
+        means = {key: total / max(self._counted, 1) for key, total in self._sums.items()}
+        if not means:  # every step of the interval was skipped: say what their loss was
+            means = {key: (loss if math.isfinite(loss) else math.nan) for key, loss in result.losses.items()}
+        for key, mean in means.items():
+            line += f" {key}: {mean:.6E} |"
+        line += f" loss scale: {args.loss_scale_now:.1f} |"
+        if result.grad_norm is not None:
+            line += f" grad norm: {result.grad_norm:.3f} |"
+        if result.num_zeros is not None:
+            line += f" num zeros: {int(result.num_zeros)} |"
+        if params_norm is not None:
+            line += f" params norm: {params_norm:.3f} |"
+        line += f" number of skipped iterations: {self._skipped:3d} |"
+        line += f" number of nan iterations: {self._nan:3d} |"
+        self._clear_progress()
+        print_rank_last(line)
+        self.write_metrics(
+            {
+                "iteration": iteration,
+                "consumed_samples": args.consumed_train_samples,
+                **{key: _json_number(mean) for key, mean in means.items()},
+                "learning_rate": result.learning_rate,
+                "global_batch_size": batch_size,
+                "grad_norm": _json_number(result.grad_norm),
+                "loss_scale": args.loss_scale_now,
+                "elapsed_ms": seconds * 1000.0,
+                "tokens_per_s": self._tokens / self._iterations / seconds,
+                "tflops_per_device": throughput,
+                "skipped_iterations": self._skipped,
+                "nan_iterations": self._nan,
+            }
+        )
+        if args.log_timers_to_tensorboard:
+            self.scalar("iteration-time", seconds, iteration)
+            if args.log_throughput:
+                self.scalar("throughput", throughput, iteration)
+            if self.writer:
+                self.timers.write(_TIMERS, self.writer, iteration, normalizer=args.log_interval)
+        if self._report_memory:
+            self._report_memory = False
+            print_memory(iteration, args.device, self.pg_collection)
+        if at_interval:
+            self.timers.log(_TIMERS, normalizer=args.log_interval)
+        self.flush()
+
+    def _start_over(self) -> None:
+        self._sums.clear()
+        self._counted = self._skipped = self._nan = self._iterations = self._tokens = 0
+
+    def _progress(self, iteration: int, result: StepResult) -> None:
+        """A line that overwrites itself between log lines, on a terminal only."""
+        done = iteration - self._first_iteration
+        rate = done / max(time.monotonic() - self._run_start, 1e-9)
+        left = (self.args.train_iters - iteration) / rate
+        loss = next(iter(result.losses.values()), math.nan)
+        text = (
+            f" iteration {iteration}/{self.args.train_iters} | loss {loss:.3f} | {rate:.2f} it/s | {_clock(left)} left"
+        )
+        sys.stdout.write(f"\r\x1b[2K{text}")
+        sys.stdout.flush()
+
+    def _clear_progress(self) -> None:
+        if self._progress_line:
+            sys.stdout.write("\r\x1b[2K")
+
+    # -- evaluation, files ---------------------------------------------------------------------------------------
+    def validation(self, prefix: str, iteration: int, losses: dict[str, float], *, record: bool = True) -> None:
+        """The validation line; with `record` also scalars and metrics.
+
+        Args:
+            prefix: what stands after "validation loss at".
+        """
+        args = self.args
+        self._clear_progress()
+        print_rank_last(result_line(prefix, losses))
+        if not record:
+            return
+        for key, loss in losses.items():
+            values = {f"{key} validation": loss}
+            if args.log_validation_ppl_to_tensorboard:
+                values[f"{key} validation ppl"] = perplexity(loss)
+            for tag, value in values.items():
+                self.scalar(tag, value, iteration)
+                if self.writer:
+                    self.writer.add_scalar(f"{tag} vs samples", value, args.consumed_train_samples)
+        self.write_metrics({"iteration": iteration, "validation": losses})
+        self.flush()
+
+    def write_metrics(self, row: dict[str, Any]) -> None:
+        """Append one JSON object to `<save>/metrics.jsonl`. A resumed run repeats iterations: the last one counts."""
+        if self.metrics:
+            self.metrics.write(json.dumps(row) + "\n")
+            self.metrics.flush()
+
+    def start_interval(self) -> None:
+        """Begin to time the iterations of the next line."""
+        self.timers("interval-time", log_level=0).start(barrier=True)
+
+    def flush(self) -> None:
+        """Make what was written visible to readers."""
+        if self.writer:
+            self.writer.flush()
+
+    def close(self) -> None:
+        """End the files."""
+        self._clear_progress()
+        for sink in (self.writer, self.metrics):
+            if sink:
+                sink.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _json_number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+# -- where it goes -----------------------------------------------------------------------------------------------
+def _tensorboard(args: Namespace) -> Any:
+    if not args.tensorboard_dir:
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # a second of imports, only for those who want it
+
+    print(f"> setting tensorboard ... ({args.tensorboard_dir})", flush=True)
+    writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+    for name, value in sorted(vars(args).items()):
+        writer.add_text(name, str(value), global_step=args.iteration)
+    return writer
+
+
+def _wandb(args: Namespace) -> Any:
+    if not args.wandb_project:
+        return None
+    import wandb  # optional; `rules` has checked that it is installed
+
+    folder = args.wandb_save_dir or os.path.join(args.save or ".", "wandb")
+    os.makedirs(folder, exist_ok=True)
+    config = {
+        name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, list, type(None)))
+    }
+    wandb.init(
+        project=args.wandb_project, name=args.wandb_exp_name, entity=args.wandb_entity, dir=folder, config=config
+    )
+    return wandb
+
+
+def _metrics_file(args: Namespace) -> Any:
+    if not args.save:
+        return None
+    Path(args.save).mkdir(parents=True, exist_ok=True)
+    return open(Path(args.save) / "metrics.jsonl", "a", encoding="utf-8")
+
+
+# -- the summary before the start --------------------------------------------------------------------------------
+def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: ProcessGroupCollection) -> None:
+    """Rank 0 says once what will be done: layout, parameters, memory that is known ahead, tokens per step."""
+    params = sum(p.numel() for chunk in model for p in chunk.parameters())
+    item = {"torch.float32": 4}.get(str(args.params_dtype), 2)
+    grad_item = 4 if args.accumulate_allreduce_grads_in_fp32 or item == 4 else 2
+    moments = {"adam": 8, "sgd": 4 if args.sgd_momentum else 0}.get(args.optimizer, 8)
+    main = 0 if item == 4 else 4
+    dp_shards = args.data_parallel_size if args.use_distributed_optimizer else 1
+    rows = [
+        ("weights", params * item),
+        ("gradients", params * grad_item),
+        ("optimizer state", params * (moments + main) // dp_shards),
+    ]
+    total = sum(size for _, size in rows)
+    batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+    lines = [
+        "run:",
+        f"  layout            {rank_and_world_size()[1]} rank(s) = tp {args.tensor_model_parallel_size} x cp "
+        f"{args.context_parallel_size} x dp {args.data_parallel_size} x pp {args.pipeline_model_parallel_size}"
+        f" on {args.device.type}",
+        f"  parameters        {params:,} on this rank, {str(args.params_dtype).removeprefix('torch.')}",
+        "  memory per rank   "
+        + " + ".join(f"{name} {_size(size)}" for name, size in rows)
+        + f" = {_size(total)}, and activations",
+        f"  a step            {batch} samples x {args.seq_length} = {batch * args.seq_length:,} tokens in "
+        f"{get_num_microbatches()} micro-batch(es) a rank",
+        f"  the run           {args.train_iters:,} iterations, of which {args.iteration:,} are done",
+    ]
+    for line in lines:
+        print_rank_0(line)
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def print_memory(iteration: int, device: torch.device, pg_collection: ProcessGroupCollection) -> None:
+    """Measured memory, by every rank that is the first of its data-parallel group."""
+    if collectives.group_rank(pg_collection.dp_cp) != 0:
+        return
+    rank, _ = rank_and_world_size()
+    mib = 1024.0 * 1024.0
+    text = f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
+    if device.type == "cuda":
+        text += (
+            f" | allocated: {torch.cuda.memory_allocated() / mib:.1f}"
+            f" | max allocated: {torch.cuda.max_memory_allocated() / mib:.1f}"
+            f" | reserved: {torch.cuda.memory_reserved() / mib:.1f}"
+            f" | max reserved: {torch.cuda.max_memory_reserved() / mib:.1f}"
+        )
+    else:
+        import resource
+
+        text += f" | max resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0:.1f}"
+    print(text, flush=True)

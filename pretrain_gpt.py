@@ -1,0 +1,104 @@
+"""Pretrain GPT: what is special about it. Everything else is `megatron_lite.training.pretrain`.
+
+python pretrain_gpt.py --config configs/gpt_small.yaml
+torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+# Rooms, not names: a room loads when a name of it is used, so that --help need not wait for torch.
+from megatron_lite import datasets, training
+from megatron_lite.enums import ModelType
+from megatron_lite.log import print_rank_0
+from megatron_lite.models import gpt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> gpt.GPTModel:
+    """The GPT of the command line, or this pipeline stage's part of it."""
+    args = training.get_args()
+    print_rank_0("building GPT model ...")
+    config = training.core_transformer_config_from_args(args)
+    return gpt.GPTModel(
+        config=config,
+        transformer_layer_spec=training.layer_spec_from_args(args)
+        or gpt.get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        vp_stage=vp_stage,
+    )
+
+
+def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """Sum of the losses that count, their number, and both for the log.
+
+    Args:
+        loss_mask, losses: `[b, s]`.
+    """
+    mask = loss_mask.reshape(-1).float()
+    total = (losses.reshape(-1).float() * mask).sum()
+    num_tokens = mask.sum()
+    return total, num_tokens, {"lm loss": (total.detach(), num_tokens.detach())}
+
+
+def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+    """One micro-batch forward. Returns: losses `[b, s]`, and the loss function of this micro-batch."""
+    args, timers = training.get_args(), training.get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = training.get_batch(data_iterator, args.device)
+    timers("batch-generator").stop()
+    losses = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+    return losses, partial(loss_func, batch.loss_mask)
+
+
+def train_valid_test_datasets_provider(sizes: list[int | None]) -> tuple[Any, Any, Any]:
+    """GPT data sets of the three splits."""
+    args = training.get_args()
+    blend, blend_per_split = training.get_blend_and_blend_per_split(args)
+    config = datasets.GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=training.get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        # Without resets every mask is the causal one, which attention makes by itself: no sample carries it.
+        create_attention_mask=args.reset_attention_mask,
+    )
+    kind = datasets.MockGPTDataset if args.mock_data else datasets.GPTDataset
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    built = datasets.BlendedMegatronDatasetBuilder(kind, sizes, training.is_dataset_built_on_rank, config).build()
+    print_rank_0("> finished creating GPT datasets ...")
+    return tuple(built)
+
+
+if __name__ == "__main__":
+    training.pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+    )
