@@ -85,7 +85,7 @@ def _source(root: Path, files: list[Path], is_stdlib: bool = False) -> Source:
 
 
 def cut(text: str, longest: int) -> Iterator[str]:
-    """Pieces of at most `longest` characters that join to `text`, cut after a blank line, a line, or where it must be."""
+    """Pieces of at most `longest` characters that join to `text`, cut after a blank line or a line if they can."""
     start = 0
     while len(text) - start > longest:
         window = slice(start + longest // 2, start + longest)  # a cut in the first half would make tiny pieces
