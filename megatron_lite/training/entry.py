@@ -1,4 +1,4 @@
-"""`pretrain`: what every entry script calls. Arguments come first, without torch: --help and mistakes answer at once."""
+"""`pretrain`: what every entry script calls. Arguments come first, without torch: mistakes answer at once."""
 
 from __future__ import annotations
 

@@ -1,0 +1,54 @@
+"""pretrain_gpt with a fault that can be chosen: a user's own script, with flags of its own."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import pretrain_gpt
+import torch.distributed as dist
+
+from megatron_lite import training
+from megatron_lite.enums import ModelType
+
+calls = 0
+
+
+def add_flags(parser):
+    """Flags of this script."""
+    group = parser.add_argument_group("fault")
+    group.add_argument("--fault", choices=("nan-loss", "nan-grad", "no-tokens", "uneven-masks"), default=None)
+    group.add_argument("--fault-call", type=int, default=None, help="forward pass of training, from 1; default: all")
+    group.add_argument("--fault-rank", type=int, default=0)
+    return parser
+
+
+def forward_step(data_iterator, model):
+    """pretrain_gpt's, spoilt."""
+    global calls
+    args = training.get_args()
+    losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+    mask = loss_func.args[0]
+    if losses.requires_grad:
+        calls += 1
+    here = args.fault_call in (None, calls) and dist.get_rank() == args.fault_rank and losses.requires_grad
+    if args.fault == "uneven-masks":  # also in evaluation: row r counts 1 + 7 r tokens
+        for row in range(mask.shape[0]):
+            mask[row, 1 + 7 * int(losses[row].detach().sum() * 1000) % 20 :] = 0
+    elif here and args.fault == "nan-loss":
+        losses = losses * float("nan")
+    elif here and args.fault == "nan-grad":
+        losses.register_hook(lambda grad: grad * float("nan"))
+    elif here and args.fault == "no-tokens":
+        mask.zero_()
+    return losses, loss_func
+
+
+if __name__ == "__main__":
+    training.pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        pretrain_gpt.model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        extra_args_provider=add_flags,
+    )

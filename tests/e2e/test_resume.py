@@ -1,0 +1,93 @@
+"""A run that is killed and resumed is the run that was not, bit for bit."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.checkpointing import folders
+from tests.e2e.launch import TINY, command, environment, run
+
+pytestmark = pytest.mark.slow
+
+# dropout, accumulation of 4, a warm-up that is still running at every stop, an evaluation in between
+FLAGS = [
+    *TINY,
+    *"--train-iters 20 --lr-warmup-iters 15 --attention-dropout 0.1 --hidden-dropout 0.1".split(),
+    *"--eval-interval 4 --eval-iters 2 --log-params-norm".split(),
+]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything that the newest checkpoint holds, by name."""
+    return folders.read_all_tensors(folder)
+
+
+def test_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
+    """Any state that a checkpoint forgets (dropout's generator, the sample position, the schedule's clock, moments)
+    shows as another loss in the last digit."""
+    whole = run(*FLAGS, "--save", tmp_path / "whole", "--save-interval", 20).ok()
+
+    save = tmp_path / "parts"
+    parts = [*FLAGS, "--save", save, "--load", save]
+    killed = subprocess.Popen(
+        command(*parts, "--save-interval", 7), stdout=subprocess.PIPE, text=True, cwd=os.getcwd(), env=environment()
+    )
+    printed = []
+    for line in killed.stdout:  # dies somewhere after the save at 7, in the middle of whatever it does
+        printed.append(line)
+        if "iteration        9/" in line:
+            killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    second = run(*parts, "--save-interval", 7, "--exit-interval", 14).ok()
+    third = run(*parts, "--save-interval", 100).ok()
+
+    seen = {}
+    for text in ("".join(printed), second.out, third.out):
+        for line in text.splitlines():
+            if " iteration " in line and "lm loss:" in line:
+                number = int(line.split(" iteration ")[1].split("/")[0])
+                seen[number] = line.split("learning rate")[1]  # everything that is a number of the training
+    expected = {
+        int(line.split(" iteration ")[1].split("/")[0]): line.split("learning rate")[1]
+        for line in whole.out.splitlines()
+        if " iteration " in line and "lm loss:" in line
+    }
+    assert list(second.values("iteration"))[0] == 8 and list(third.values("iteration"))[0] == 15
+    assert seen == expected
+    losses = whole.values("lm loss")
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.1, "a dead model would pass the rest"
+
+    one, other = weights(tmp_path / "whole"), weights(save)
+    assert one.keys() == other.keys() and len(one) > 20
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different
+
+
+def test_evaluations_continue_where_they_stopped(tmp_path):
+    """C037: an evaluation after a resume that starts over reads other samples than the uninterrupted run."""
+    whole = run(*FLAGS, "--save", tmp_path / "a", "--save-interval", 20).ok()
+    save = tmp_path / "b"
+    flags = [*FLAGS, "--save", save, "--load", save, "--save-interval", 6]
+    first = run(*flags, "--exit-interval", 6).ok()
+    second = run(*flags).ok()
+
+    def validations(out: str) -> list[str]:
+        return [line for line in out.splitlines() if line.startswith(" validation loss at iteration")]
+
+    assert validations(first.out) + validations(second.out) == validations(whole.out)
+    assert len(validations(whole.out)) >= 5
+
+
+def test_a_finished_run_says_so(tmp_path):
+    """Starting over, or training beyond the end, would destroy the result."""
+    flags = [*TINY, "--train-iters", 2, "--save", tmp_path, "--load", tmp_path, "--save-interval", 2]
+    run(*flags).ok()
+    start = time.time()
+    again = run(*flags).ok()
+    assert "nothing left to train" in again.out and not again.lines
+    assert time.time() - start < 60
