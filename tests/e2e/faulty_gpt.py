@@ -5,9 +5,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import pretrain_gpt
 import torch.distributed as dist
 
+import pretrain_gpt
 from megatron_lite import training
 from megatron_lite.enums import ModelType
 

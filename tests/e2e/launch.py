@@ -13,6 +13,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from megatron_lite.checkpointing import folders, sharded
+from megatron_lite.sharding import whole
+
 ROOT = Path(__file__).parents[2]
 
 TINY = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -95,3 +100,14 @@ def torchrun(ranks: int, *flags: object, script: str = "pretrain_gpt.py", timeou
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def checkpoint_tensors(root: Path, iteration: int | None = None) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its global name; None: the newest."""
+    which = folders.read_tracker(root) if iteration is None else iteration
+    folder = folders.find(root, which)
+    tensors = {}
+    for name, saved in sharded.saved_tensors(folder).items():
+        tensors[name] = (torch.empty(saved.shape, dtype=saved.dtype), whole(name, saved.shape))
+    sharded.read(folder, tensors)
+    return {name: tensor for name, (tensor, _) in tensors.items()}

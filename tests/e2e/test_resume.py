@@ -4,13 +4,11 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_lite.checkpointing import folders
-from tests.e2e.launch import TINY, command, environment, run
+from tests.e2e.launch import TINY, checkpoint_tensors, command, environment, run
 
 pytestmark = pytest.mark.slow
 
@@ -20,11 +18,6 @@ FLAGS = [
     *"--train-iters 20 --lr-warmup-iters 15 --attention-dropout 0.1 --hidden-dropout 0.1".split(),
     *"--eval-interval 4 --eval-iters 2 --log-params-norm".split(),
 ]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything that the newest checkpoint holds, by name."""
-    return folders.read_all_tensors(folder)
 
 
 def test_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
@@ -62,7 +55,7 @@ def test_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
     losses = whole.values("lm loss")
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.1, "a dead model would pass the rest"
 
-    one, other = weights(tmp_path / "whole"), weights(save)
+    one, other = checkpoint_tensors(tmp_path / "whole"), checkpoint_tensors(save)
     assert one.keys() == other.keys() and len(one) > 20
     different = [name for name in one if not torch.equal(one[name], other[name])]
     assert not different
