@@ -15,6 +15,7 @@ from megatron_lite import datasets, training
 from megatron_lite.enums import ModelType
 from megatron_lite.log import print_rank_0
 from megatron_lite.models import gpt
+from megatron_lite.transformer import spec_utils
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,10 +26,14 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     args = training.get_args()
     print_rank_0("building GPT model ...")
     config = training.core_transformer_config_from_args(args)
+    if args.spec and args.spec != ["local"]:
+        recipe = spec_utils.import_module(args.spec)
+        layer_spec = recipe if isinstance(recipe, spec_utils.ModuleSpec) else recipe()
+    else:
+        layer_spec = gpt.get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     return gpt.GPTModel(
         config=config,
-        transformer_layer_spec=training.layer_spec_from_args(args)
-        or gpt.get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
+        transformer_layer_spec=layer_spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

@@ -5,6 +5,15 @@ from megatron_lite.faces import lazy_face
 __getattr__, __dir__, __all__ = lazy_face(
     __name__,
     {
+        "arguments": [
+            "core_transformer_config_from_args",
+            "ddp_config_from_args",
+            "optimizer_config_from_args",
+            "parse_args",
+            "validate_args",
+        ],
+        "batch": ["Batch", "get_batch"],
+        "checkpointing": ["load_checkpoint", "save_checkpoint"],
         "configs": [
             "DataConfig",
             "DistributedInitConfig",
@@ -15,6 +24,10 @@ __getattr__, __dir__, __all__ = lazy_face(
             "TrainingConfig",
             "ValidationConfig",
         ],
+        "data_loading": ["get_blend_and_blend_per_split", "is_dataset_built_on_rank"],
+        "entry": ["pretrain"],
+        "initialize": ["initialize_megatron", "set_random_seed"],
+        "model_setup": ["get_model", "setup_model_and_optimizer"],
         "global_vars": ["get_args", "get_tensorboard_writer", "get_timers", "get_tokenizer"],
     },
 )
