@@ -14,6 +14,7 @@ Files of the room stay importable as attributes too (`megatron_lite.transformer.
 import importlib
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 
@@ -39,4 +40,12 @@ def lazy_face(
         setattr(sys.modules[room], name, value)  # next time without this function
         return value
 
+    class Face(ModuleType):
+        def __setattr__(self, name: str, value: Any) -> None:
+            # Importing a file sets it as an attribute of its room. Where file and offer have one name
+            # (`distributed.finalize_model_grads`), the offer must win whatever was imported first.
+            if not (name in home and isinstance(value, ModuleType)):
+                super().__setattr__(name, value)
+
+    sys.modules[room].__class__ = Face
     return get, lambda: sorted({*names, *offers}), names

@@ -1,4 +1,4 @@
-"""Data parallelism: buckets of gradients, reduced as they fill."""
+"""Data parallelism: flat gradient buffers, cut into buckets that are reduced as they fill."""
 
 from megatron_lite.faces import lazy_face
 
@@ -6,5 +6,9 @@ __getattr__, __dir__, __all__ = lazy_face(
     __name__,
     {
         "distributed_data_parallel_config": ["DistributedDataParallelConfig"],
+        "distributed_data_parallel": ["DistributedDataParallel"],
+        "finalize_model_grads": ["finalize_model_grads"],
+        "param_and_grad_buffer": ["ParamAndGradBuffer", "BucketGroup", "Bucket"],
+        "buffer_layout": [],
     },
 )

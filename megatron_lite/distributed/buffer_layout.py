@@ -127,7 +127,8 @@ def plan_buffer(
     ranges: dict[str, Range] = {}
     bucket_of: dict[str, int] = {}
     buckets: list[BucketLayout] = []
-    begin, cursor, held = 0, 0, []  # the open bucket: where it starts, where its last parameter ends, names
+    begin = cursor = 0  # where the open bucket starts, and where its last parameter ends
+    held: list[str] = []
 
     def close(end: int) -> None:
         nonlocal begin, cursor, held
