@@ -17,6 +17,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,20 +163,18 @@ def write_corpus(source: Source, output: Path, key: str = "text") -> tuple[int, 
                 advance(len(text) / 1e6)
             out.flush()
             os.fsync(out.fileno())
+        if not count:
+            raise DataError(
+                f"{source.root} holds no text",
+                why="every file is blank, or is not UTF-8 text",
+                fix="--text with a text file, a .jsonl file, or a folder of them",
+            )
+        temporary.replace(output)
     except OSError as problem:
-        temporary.unlink(missing_ok=True)
         raise DataError(f"cannot write {output}: {problem.strerror}", fix="another --output") from problem
-    except DataError:
-        temporary.unlink(missing_ok=True)
-        raise
-    if not count:
-        temporary.unlink()
-        raise DataError(
-            f"{source.root} holds no text",
-            why="every file is blank, or is not UTF-8 text",
-            fix="--text with a text file, a .jsonl file, or a folder of them",
-        )
-    temporary.replace(output)
+    finally:
+        with suppress(OSError):  # there only after a failure
+            temporary.unlink()
     return count, size
 
 
