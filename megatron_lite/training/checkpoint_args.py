@@ -1,0 +1,127 @@
+"""The arguments of a checkpoint beside those of the run: which are saved, which are taken, which must agree."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from megatron_lite.checkpointing.plain_values import to_json
+from megatron_lite.errors import CheckpointError
+from megatron_lite.log import print_rank_0
+
+# What makes a checkpoint's weights mean something else. Most of these show in no tensor's shape.
+_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "position_embedding_type",
+    "add_position_embedding",
+    "rotary_interleaved",
+    "rotary_percent",
+    "normalization",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "apply_query_key_layer_scaling",
+    "swiglu",
+    "quick_geglu",
+    "squared_relu",
+    "openai_gelu",
+    "untie_embeddings_and_output_weights",
+)
+# What makes its token numbers mean something else.
+_VOCABULARY = ("tokenizer_type", "make_vocab_size_divisible_by", "padded_vocab_size")
+# Taken with --use-checkpoint-args beside these, though they may change from run to run.
+_TAKEN = (
+    *_MODEL,
+    "seq_length",
+    "max_position_embeddings",
+    "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "norm_epsilon",
+    "fp32_residual_connection",
+    "hidden_dropout",
+    "attention_dropout",
+    "softmax_type",
+    "window_size",
+    "window_attn_skip_freq",
+    "no_rope_freq",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_size",
+    "vocab_extra_ids",
+    "null_tokenizer_eod_id",
+    "null_tokenizer_pad_id",
+    "make_vocab_size_divisible_by",
+)
+# Facts of one process, not of the run.
+_NOT_SAVED = {"rank", "local_rank", "typed", "device", "timers"}
+
+
+def args_to_save(args: Namespace) -> dict[str, Any]:
+    """Every argument that JSON can hold."""
+    plain = (type(None), bool, int, float, str, list, tuple, dict)
+    values = {name: value for name, value in vars(args).items() if name not in _NOT_SAVED}
+    return {
+        name: to_json(value)
+        for name, value in sorted(values.items())
+        if isinstance(value, plain) or type(value).__name__ == "dtype"
+    }
+
+
+def take_args(args: Namespace, saved: dict[str, Any]) -> None:
+    """`--use-checkpoint-args`: the model's arguments as the checkpoint has them. What was typed wins.
+
+    Prints one line for each value that changes, for each typed one that differs, and for each that the file lacks.
+    """
+    for name in _TAKEN:
+        if not hasattr(args, name):
+            continue
+        if name not in saved:
+            print_rank_0(f"Checkpoint did not provide arguments {name}")
+            continue
+        here, there = to_json(getattr(args, name)), saved[name]
+        if here == there:
+            continue
+        if name in args.typed:
+            print_rank_0(f"Keeping {name} at {here}, as typed; the checkpoint has {there}")
+        else:
+            print_rank_0(f"Setting {name} to {there} from checkpoint")
+            setattr(args, name, there)
+
+
+def check_args(args: Namespace, saved: dict[str, Any], folder: object, *, finetune: bool) -> None:
+    """Refuse a checkpoint whose weights would mean something else in this model.
+
+    Args:
+        finetune: another vocabulary is the user's wish then, and shows in the shapes.
+    Raises: CheckpointError naming every argument that differs.
+    """
+    names = [*_MODEL, *(() if finetune else _VOCABULARY)]
+    if getattr(args, "position_embedding_type", None) == "learned_absolute" and not finetune:
+        names.append("max_position_embeddings")
+    if not getattr(args, "group_query_attention", True):
+        names.remove("num_query_groups")
+    differing = []
+    for name in names:
+        if not hasattr(args, name) or name not in saved:
+            continue
+        here, there = to_json(getattr(args, name)), saved[name]
+        if here is not None and there is not None and here != there:
+            differing.append(f"{name}: {there} there, {here} here")
+    if differing:
+        raise CheckpointError(
+            f"{folder} was trained with other arguments:\n    " + "\n    ".join(differing),
+            why="its weights would mean something else in this model",
+            fix="the same flags as then, or --use-checkpoint-args, which takes them from the checkpoint",
+        )
