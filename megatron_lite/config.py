@@ -179,41 +179,10 @@ class Flag:
     def is_switch(self) -> bool:
         return self.kind == "switch"
 
-    def convert(self, value: Any) -> Any:
-        """A value as YAML or a checkpoint gives it, brought to what the command line would have made of it.
-
-        Raises: ValueError, with the reason.
-        """
-        if value is None or value == self.default:
-            return value
-        if self.is_switch:
-            if not isinstance(value, bool):
-                raise ValueError(f"{value!r} is neither true nor false")
-            return value
-        parse, nargs = KINDS[self.kind]
-        assert parse is not None, self.kind
-        several = (self.nargs if self.nargs is not None else nargs) is not None
-        try:
-            if several:
-                words = list(value) if isinstance(value, (list, tuple)) else str(value).split()
-                result = [parse(str(word)) for word in words]
-            elif isinstance(value, (list, tuple)):  # 128,0 and [0,0,1] in YAML's own notation
-                result = parse(str(list(value)) if self.kind == "int or list expr" else ",".join(map(str, value)))
-            else:
-                result = parse(str(value))
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(str(error)) from None
-        except ValueError:
-            raise ValueError(f"{value!r} is not {self.kind}") from None
-        for word in result if several else [result]:
-            if self.choices is not None and word not in self.choices:
-                raise ValueError(f"{value!r} is not one of {', '.join(map(str, self.choices))}")
-        return result
-
-    def add_to(self, group: Any) -> None:
-        """Adds the flag to an argparse parser or group."""
+    def add_to(self, group: Any, hidden: bool = False) -> None:
+        """Adds the flag to an argparse parser or group; hidden from `--help` on request."""
         text = f"{self.help} [{self.unit}]" if self.unit else self.help
-        text = text.replace("%", "%%")
+        text = argparse.SUPPRESS if hidden else text.replace("%", "%%")
         if self.is_switch:
             group.add_argument(
                 *self.spellings,

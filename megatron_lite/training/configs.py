@@ -121,6 +121,9 @@ class RNGConfig:
     """Random numbers."""
 
     seed: int = flag(1234, "Seed of initial weights, dropout and data order.")
+    data_parallel_random_init: bool = flag(
+        False, "Seed each data-parallel rank on its own, then take the weights of the first."
+    )
 
 
 @dataclass(kw_only=True)
@@ -189,6 +192,11 @@ class DataConfig:
         True, "Let the attention kernel make the causal mask.", off="--no-create-attention-mask-in-dataloader"
     )
     mmap_bin_files: bool = flag(True, "Read .bin with ordinary reads.", off="--no-mmap-bin-files")
+    data_sharding: bool = flag(
+        True,
+        "With --dataloader-type cyclic, shuffle all samples together, not each rank's share.",
+        off="--no-data-sharding",
+    )
     dataloader_type: str | None = flag(
         None,
         "One pass in order, shuffled epochs, or an iterator of yours. Default: single.",

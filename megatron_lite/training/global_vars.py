@@ -1,0 +1,86 @@
+"""`get_args()` and its kin, for the scripts of users: what a run holds one of.
+
+Set once by start-up. Only `training/` and the entry scripts may read them; rooms below are handed what they need.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from megatron_lite import num_microbatches_calculator as _batches
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from megatron_lite.timers import Timers
+
+_values: dict[str, Any] = {}
+
+get_num_microbatches = _batches.get_num_microbatches
+get_current_global_batch_size = _batches.get_current_global_batch_size
+get_current_running_global_batch_size = _batches.get_current_running_global_batch_size
+get_micro_batch_size = _batches.get_micro_batch_size
+update_num_microbatches = _batches.update_num_microbatches
+
+
+def _get(name: str) -> Any:
+    assert name in _values, f"{name}: start-up has not set it yet"
+    return _values[name]
+
+
+def get_args() -> Namespace:
+    """The run's validated arguments."""
+    args: Namespace = _get("args")
+    return args
+
+
+def set_args(args: Namespace) -> None:
+    """Called by start-up."""
+    _values["args"] = args
+
+
+def get_tokenizer() -> Any:
+    """The run's tokenizer."""
+    return _get("tokenizer")
+
+
+def set_tokenizer(tokenizer: Any) -> None:
+    """Called by start-up."""
+    _values["tokenizer"] = tokenizer
+
+
+def get_timers() -> Timers:
+    """The run's timers."""
+    timers: Timers = _get("timers")
+    return timers
+
+
+def set_timers(timers: Timers) -> None:
+    """Called by start-up."""
+    _values["timers"] = timers
+
+
+def get_tensorboard_writer() -> SummaryWriter | None:
+    """The writer of TensorBoard's events: on the last rank with `--tensorboard-dir`, else None."""
+    return _values.get("tensorboard writer")
+
+
+def set_tensorboard_writer(writer: SummaryWriter | None) -> None:
+    """Called by start-up."""
+    _values["tensorboard writer"] = writer
+
+
+def get_wandb_writer() -> Any:
+    """The module wandb with its run started, on the last rank with `--wandb-project`; else None."""
+    return _values.get("wandb writer")
+
+
+def set_wandb_writer(writer: Any) -> None:
+    """Called by start-up."""
+    _values["wandb writer"] = writer
+
+
+def destroy_global_vars() -> None:
+    """Forgets all of them: for tests and for scripts with several runs."""
+    _values.clear()

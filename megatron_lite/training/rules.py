@@ -1,0 +1,774 @@
+"""The rules across flags, as one table; and what flags imply, as one function.
+
+    GIVEN      hold for what was typed         --train-iters or --train-samples, not both
+    derive     fills in what follows           global batch = micro-batch * dp
+    DERIVED    hold for the outcome            global batch a multiple of micro-batch * dp
+
+A row tells when it is broken and, as templates over the arguments' names, what was found, why it cannot be, and what to
+type instead. `broken` reports all rows at once. A rule over one config's fields sits in that config instead; rows here
+that repeat one say it before anything is built.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_batch_size_schedule
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition that breaks a run.
+
+    Args:
+        when: arguments -> broken or not; a dict means broken, and adds names to the templates.
+        what, why, fix: templates, `{name}` being the argument's value.
+    """
+
+    when: Callable[[Namespace], bool | dict[str, Any]]
+    what: str
+    why: str
+    fix: str
+
+    def error(self, args: Namespace) -> ConfigError | None:
+        found = self.when(args)
+        if found is False:
+            return None
+        names = vars(args) | (found if isinstance(found, dict) else {})
+        return ConfigError(self.what.format_map(names), why=self.why.format_map(names), fix=self.fix.format_map(names))
+
+
+def broken(rules: tuple[Rule, ...], args: Namespace) -> list[ConfigError]:
+    """An error for every rule that the arguments break, in the order of the table."""
+    return [error for rule in rules if (error := rule.error(args))]
+
+
+def _given(*names: str) -> Callable[[Namespace], int]:
+    """How many of the arguments are there."""
+    return lambda a: sum(bool(getattr(a, name)) for name in names)
+
+
+def _both(first: str, second: str) -> Callable[[Namespace], bool]:
+    return lambda a: bool(getattr(a, first)) and bool(getattr(a, second))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _exclusive(first: str, second: str, why: str) -> Rule:
+    def when(a: Namespace) -> bool | dict[str, Any]:
+        values = {name: getattr(a, name) for name in (first, second)}
+        if any(value in (None, False) for value in values.values()):
+            return False
+        shown = [_flag(name) if value is True else f"{_flag(name)} {value}" for name, value in values.items()]
+        return {"found": " and ".join(shown)}
+
+    return Rule(when, "{found}", why, "leave one of them out")
+
+
+def _positive(name: str, least: float = 1, why: str = "", fix: str = "") -> Rule:
+    """The argument, where given, is at least `least`."""
+    return Rule(
+        lambda a: getattr(a, name) is not None and getattr(a, name) < least,
+        f"{_flag(name)} {{{name}}}",
+        why or f"it is at least {least}",
+        fix or f"{_flag(name)} N, N >= {least}",
+    )
+
+
+# --------------------------------------------------------------------------------------------- rules on what was typed
+def _missing(name: str) -> Rule:
+    return Rule(
+        lambda a: getattr(a, name) is None,
+        f"{_flag(name)} is missing",
+        "no run can do without it",
+        f"{_flag(name)} N",
+    )
+
+
+GIVEN: tuple[Rule, ...] = (
+    # -- shape
+    Rule(
+        lambda a: a.num_layers is None and a.encoder_num_layers is None,
+        "--num-layers is missing",
+        "no run can do without it",
+        "--num-layers N",
+    ),
+    _missing("hidden_size"),
+    _missing("num_attention_heads"),
+    _missing("max_position_embeddings"),
+    _missing("micro_batch_size"),
+    Rule(
+        lambda a: a.seq_length is None and a.encoder_seq_length is None,
+        "--seq-length is missing",
+        "no run can do without it",
+        "--seq-length N",
+    ),
+    _exclusive("num_layers", "encoder_num_layers", "they say the same"),
+    _exclusive("seq_length", "encoder_seq_length", "they say the same"),
+    *(
+        _positive(name)
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "ffn_hidden_size",
+            "kv_channels",
+            "num_query_groups",
+            "max_position_embeddings",
+            "seq_length",
+            "micro_batch_size",
+            "make_vocab_size_divisible_by",
+            "log_interval",
+            "tensorboard_log_interval",
+            "eval_interval",
+            "exit_interval",
+            "exit_duration_in_mins",
+            "train_samples",
+            "rotary_seq_len_interpolation_factor",
+            "ckpt_step",
+            "seed",
+            "distributed_timeout_minutes",
+        )
+    ),
+    _positive("global_batch_size", why="a step trains on at least one sample"),
+    *(
+        _positive(name, 0)
+        for name in ("train_iters", "eval_iters", "num_workers", "manual_gc_interval", "vocab_extra_ids")
+    ),
+    Rule(
+        lambda a: sum((a.swiglu, a.squared_relu, a.quick_geglu, a.openai_gelu)) > 1,
+        "more than one of --swiglu, --squared-relu, --quick-geglu and --openai-gelu",
+        "the MLP has one activation",
+        "leave all but one out",
+    ),
+    Rule(
+        lambda a: not a.add_position_embedding and a.position_embedding_type not in ("rope", "none"),
+        "--no-position-embedding with --position-embedding-type {position_embedding_type}",
+        "without its table a model has rotary positions, or none",
+        "--position-embedding-type rope",
+    ),
+    # -- length of the run
+    Rule(
+        lambda a: not a.skip_train and _given("train_iters", "train_samples")(a) == 0 and a.train_iters != 0,
+        "neither --train-iters nor --train-samples",
+        "a run ends somewhere",
+        "--train-iters N",
+    ),
+    Rule(
+        _both("train_iters", "train_samples"),
+        "--train-iters {train_iters} and --train-samples {train_samples}",
+        "the length of a run is counted in one of them",
+        "leave one of them out",
+    ),
+    Rule(
+        lambda a: bool(a.train_iters) and (a.lr_decay_samples is not None or a.lr_warmup_samples != 0),
+        "--train-iters {train_iters} with --lr-decay-samples {lr_decay_samples} "
+        "--lr-warmup-samples {lr_warmup_samples}",
+        "a run counted in iterations has its schedule in iterations",
+        "--lr-decay-iters and --lr-warmup-iters, or --train-samples",
+    ),
+    Rule(
+        lambda a: bool(a.train_samples) and (a.lr_decay_iters is not None or a.lr_warmup_iters != 0),
+        "--train-samples {train_samples} with --lr-decay-iters {lr_decay_iters} --lr-warmup-iters {lr_warmup_iters}",
+        "a run counted in samples has its schedule in samples",
+        "--lr-decay-samples and --lr-warmup-samples, or --train-iters",
+    ),
+    Rule(
+        lambda a: a.lr_warmup_fraction is not None and (a.lr_warmup_iters != 0 or a.lr_warmup_samples != 0),
+        "--lr-warmup-fraction {lr_warmup_fraction} with --lr-warmup-iters {lr_warmup_iters} "
+        "--lr-warmup-samples {lr_warmup_samples}",
+        "they all say how long the warm-up is",
+        "leave all but one out",
+    ),
+    # -- batch
+    Rule(
+        _both("rampup_batch_size", "step_batch_size_schedule"),
+        "--rampup-batch-size and --step-batch-size-schedule",
+        "each of them is the whole plan of the batch size",
+        "leave one of them out",
+    ),
+    Rule(
+        _both("step_batch_size_schedule", "decrease_batch_size_if_needed"),
+        "--step-batch-size-schedule with --decrease-batch-size-if-needed",
+        "a schedule says its sizes exactly",
+        "leave --decrease-batch-size-if-needed out",
+    ),
+    # -- weight decay
+    Rule(
+        lambda a: (
+            a.weight_decay_incr_style == "constant"
+            and (a.start_weight_decay is not None or a.end_weight_decay is not None)
+        ),
+        "--start-weight-decay {start_weight_decay} --end-weight-decay {end_weight_decay} "
+        "with --weight-decay-incr-style constant",
+        "constant weight decay has no start and no end",
+        "--weight-decay X, or --weight-decay-incr-style linear",
+    ),
+    Rule(
+        lambda a: (
+            a.weight_decay_incr_style != "constant" and (a.start_weight_decay is None or a.end_weight_decay is None)
+        ),
+        "--weight-decay-incr-style {weight_decay_incr_style} with --start-weight-decay {start_weight_decay} "
+        "--end-weight-decay {end_weight_decay}",
+        "weight decay goes from one to the other",
+        "--start-weight-decay X --end-weight-decay Y",
+    ),
+    _exclusive(
+        "override_opt_param_scheduler",
+        "use_checkpoint_opt_param_scheduler",
+        "the schedule comes from the command line or from the checkpoint",
+    ),
+    # -- numbers
+    _exclusive("fp16", "bf16", "a model has one compute format"),
+    Rule(
+        lambda a: a.fp16_lm_cross_entropy and not a.fp16,
+        "--fp16-lm-cross-entropy without --fp16",
+        "the loss cannot be in another format than the model",
+        "--fp16, or leave it out",
+    ),
+    Rule(
+        lambda a: a.fp32_residual_connection and not (a.fp16 or a.bf16),
+        "--fp32-residual-connection without --fp16 or --bf16",
+        "everything is fp32 already",
+        "--bf16, or leave it out",
+    ),
+    Rule(
+        _both("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"),
+        "--grad-reduce-in-bf16 with --accumulate-allreduce-grads-in-fp32",
+        "gradients are kept and reduced in one format",
+        "leave one of them out",
+    ),
+    Rule(
+        lambda a: a.cross_entropy_loss_fusion and a.cross_entropy_fusion_impl == "te",
+        "--cross-entropy-loss-fusion with --cross-entropy-fusion-impl te",
+        "Transformer Engine's cross entropy gives other gradients for masked tokens",
+        "--cross-entropy-fusion-impl native",
+    ),
+    # -- data
+    Rule(
+        lambda a: len(_sources(a)) > 1 and {"found": " and ".join(_sources(a))},
+        "{found}",
+        "the data comes from one place",
+        "leave all but one out",
+    ),
+    Rule(
+        lambda a: bool(a.split) and bool(_problem_of_split(a.split)) and {"problem": _problem_of_split(a.split)},
+        "--split {split}",
+        "{problem}",
+        "--split 969,30,1",
+    ),
+    # -- checkpoints
+    Rule(
+        lambda a: a.save is not None and not a.save_interval,
+        "--save {save} with --save-interval {save_interval}",
+        "a run that saves does so every N iterations",
+        "--save-interval N, N > 0",
+    ),
+    Rule(
+        lambda a: (
+            a.save_retain_interval is not None
+            and (a.save_retain_interval <= 0 or not a.save_interval or a.save_retain_interval % a.save_interval != 0)
+        ),
+        "--save-retain-interval {save_retain_interval} with --save-interval {save_interval}",
+        "checkpoints at its multiples are kept, so it is a multiple of the interval",
+        "a multiple of --save-interval",
+    ),
+    Rule(
+        lambda a: a.use_checkpoint_args and a.load is None and a.pretrained_checkpoint is None,
+        "--use-checkpoint-args without --load",
+        "there is no checkpoint to take them from",
+        "--load FOLDER",
+    ),
+    Rule(
+        lambda a: a.ckpt_step is not None and a.load is None,
+        "--ckpt-step {ckpt_step} without --load",
+        "there is no checkpoint to take it from",
+        "--load FOLDER",
+    ),
+    Rule(
+        lambda a: a.exit_on_missing_checkpoint and a.load is None and a.pretrained_checkpoint is None,
+        "--exit-on-missing-checkpoint without --load",
+        "no checkpoint is asked for",
+        "--load FOLDER",
+    ),
+    # A schedule of the checkpoint that is never read would leave the run at the start of its own.
+    Rule(
+        lambda a: a.use_checkpoint_opt_param_scheduler and (a.no_load_optim or a.finetune),
+        "--use-checkpoint-opt_param-scheduler with --no-load-optim or --finetune",
+        "the schedule is stored with the optimizer's state, which would not be read",
+        "--override-opt_param-scheduler, or leave one of them out",
+    ),
+    # -- logging
+    Rule(
+        lambda a: bool(a.wandb_project) and not a.wandb_exp_name,
+        "--wandb-project {wandb_project} without --wandb-exp-name",
+        "a run of W&B has a name",
+        "--wandb-exp-name NAME",
+    ),
+    Rule(
+        lambda a: a.profile and a.profile_step_end <= a.profile_step_start,
+        "--profile-step-start {profile_step_start} --profile-step-end {profile_step_end}",
+        "the profile ends before it starts",
+        "a larger --profile-step-end",
+    ),
+    # -- buckets
+    _exclusive("ddp_bucket_size", "ddp_num_buckets", "the number of buckets is another way to say their size"),
+    *(_positive(name) for name in ("ddp_bucket_size", "ddp_num_buckets")),
+    Rule(
+        _both("ddp_average_in_collective", "calculate_per_token_loss"),
+        "--ddp-average-in-collective with --calculate-per-token-loss",
+        "gradients are divided by the number of tokens, not of ranks",
+        "leave one of them out",
+    ),
+    # -- recompute
+    Rule(
+        lambda a: a.recompute_activations and a.recompute_granularity == "full",
+        "--recompute-activations with --recompute-granularity full",
+        "the first is short for selective recompute",
+        "leave one of them out",
+    ),
+    Rule(
+        lambda a: a.recompute_granularity == "full" and not (a.recompute_method and a.recompute_num_layers),
+        "--recompute-granularity full with --recompute-method {recompute_method} "
+        "--recompute-num-layers {recompute_num_layers}",
+        "full recompute goes by groups of layers",
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    Rule(
+        lambda a: a.recompute_granularity != "full" and bool(a.recompute_method or a.recompute_num_layers),
+        "--recompute-method {recompute_method} --recompute-num-layers {recompute_num_layers} "
+        "without --recompute-granularity full",
+        "they say how full recompute groups layers",
+        "--recompute-granularity full, or leave both out",
+    ),
+    Rule(
+        lambda a: bool(a.recompute_modules) and a.recompute_granularity != "selective" and not a.recompute_activations,
+        "--recompute-modules without --recompute-granularity selective",
+        "modules are chosen in selective recompute only",
+        "--recompute-granularity selective",
+    ),
+)
+
+
+def _sources(a: Namespace) -> list[str]:
+    """The flags that say where the data comes from."""
+    per_split = [_flag(name) for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(a, name)]
+    single = [
+        _flag(name)
+        for name in ("mock_data", "data_path", "data_args_path", "per_split_data_args_path")
+        if getattr(a, name)
+    ]
+    return single + (["/".join(per_split)] if per_split else [])
+
+
+def _problem_of_split(split: str) -> str:
+    shares = [float(number) for number in re.findall(r"[.0-9]+", split) if number.strip(".")]
+    if "-" in split:
+        return "a share is negative"
+    if not 1 <= len(shares) <= 3:
+        return f"it holds {len(shares)} numbers; train, valid and test are three"
+    return "all shares are 0" if sum(shares) <= 0 else ""
+
+
+# -------------------------------------------------------------------------------------------------------- what follows
+def derive(args: Namespace) -> tuple[list[str], list[str]]:
+    """Fills in what follows from the flags, as far as they make sense.
+
+    Returns: lines to print, and warnings.
+    """
+    notices: list[str] = []
+    warnings: list[str] = []
+    _derive_layout(args, warnings)
+    _derive_shape(args)
+    _derive_batch(args, notices)
+    _derive_length(args)
+    _derive_numbers(args, notices, warnings)
+    horizon = _horizon(args)
+    if horizon and args.lr_decay_style != "constant" and horizon[1] < (args.train_samples or args.train_iters):
+        warnings.append(
+            f"the learning rate is at its minimum from {horizon[1]} on, before the run of "
+            f"{args.train_samples or args.train_iters} ends (the length of the decay includes the warm-up)"
+        )
+    if args.data_path is not None and args.split is None:
+        args.split = "969, 30, 1"
+        warnings.append(f"--split is not given: {args.split} is used (train, valid, test)")
+    if args.dataloader_type is None:
+        args.dataloader_type = "single"
+    if args.skip_train and not args.no_load_optim:
+        args.no_load_optim = True
+        warnings.append("--skip-train: the optimizer's state is not read (--no-load-optim)")
+    args.iteration = args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
+    return notices, warnings
+
+
+def _derive_layout(args: Namespace, warnings: list[str]) -> None:
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    args.model_parallel_ranks = tp * pp * cp
+    args.data_parallel_size = max(1, args.world_size // max(1, args.model_parallel_ranks))
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = tp
+    if args.sequence_parallel and tp == 1:
+        args.sequence_parallel = False
+        warnings.append("--sequence-parallel is switched off: there is one tensor-parallel rank")
+
+
+def _derive_shape(args: Namespace) -> None:
+    args.num_layers = args.num_layers if args.num_layers is not None else args.encoder_num_layers
+    args.encoder_num_layers = args.num_layers
+    args.seq_length = args.seq_length if args.seq_length is not None else args.encoder_seq_length
+    args.encoder_seq_length = args.seq_length
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if hidden and args.ffn_hidden_size is None:
+        args.ffn_hidden_size = 8 * hidden // 3 // 64 * 64 if args.swiglu else 4 * hidden
+    if hidden and heads and args.kv_channels is None and hidden % heads == 0:
+        args.kv_channels = hidden // heads
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+    if args.apply_query_key_layer_scaling:
+        args.attention_softmax_in_fp32 = True
+    if args.position_embedding_type != "rope":
+        args.apply_rope_fusion = False
+    if args.add_bias_linear:
+        args.add_qkv_bias = True
+    else:
+        args.bias_gelu_fusion = False
+
+
+def _derive_batch(args: Namespace, notices: list[str]) -> None:
+    if args.global_batch_size is not None or not args.micro_batch_size:
+        return
+    if args.step_batch_size_schedule:
+        try:
+            args.global_batch_size = parse_step_batch_size_schedule(args.step_batch_size_schedule)[-1][1]
+        except ConfigError:
+            return  # told by a rule
+    else:
+        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    notices.append(f"setting global batch size to {args.global_batch_size}")
+
+
+def _derive_length(args: Namespace) -> None:
+    if args.weight_decay_incr_style == "constant":
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    if args.skip_train and args.train_iters is None and args.train_samples is None:
+        args.train_iters = 0
+    if args.train_samples and not args.train_iters and args.global_batch_size and not _problem_of_batch(args):
+        args.train_iters = _iterations(args)
+
+
+def _iterations(args: Namespace) -> int:
+    """Optimizer steps in `--train-samples`: walk the plan while it changes, then divide."""
+    calculator = _calculator(args)
+    full = args.global_batch_size
+    iterations = consumed = 0
+    while consumed < args.train_samples:
+        calculator.update(consumed, consistency_check=False)
+        size = calculator.get_current_running_global_batch_size()
+        if size <= 0 or consumed + size > args.train_samples:
+            break
+        if calculator.get_current_global_batch_size() == full and _is_final(args, consumed):
+            return iterations + (args.train_samples - consumed) // size
+        consumed += size
+        iterations += 1
+    return iterations
+
+
+def _is_final(args: Namespace, consumed: int) -> bool:
+    """Whether the batch size changes no more: ramps and schedules grow to the full size and stay."""
+    if args.step_batch_size_schedule:
+        last = parse_step_batch_size_schedule(args.step_batch_size_schedule)[-1][0]
+        return consumed >= last // args.seq_length
+    return True
+
+
+def _derive_numbers(args: Namespace, notices: list[str], warnings: list[str]) -> None:
+    if args.bf16 and not args.grad_reduce_in_bf16 and not args.accumulate_allreduce_grads_in_fp32:
+        args.accumulate_allreduce_grads_in_fp32 = True
+        notices.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
+    if args.fp16 and args.loss_scale is None and args.check_for_nan_in_loss_and_grad:
+        args.check_for_nan_in_loss_and_grad = False
+        warnings.append("dynamic loss scaling looks for Inf itself: the checks of loss and gradients for NaN are off")
+
+
+# ------------------------------------------------------------------------------------------------ rules on the outcome
+def _calculator(args: Namespace) -> Any:
+    return build_num_microbatches_calculator(
+        1,  # not rank 0: it stays silent
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        args.decrease_batch_size_if_needed,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+
+
+def _problem_of_batch(args: Namespace) -> ConfigError | None:
+    """What the plan of the batch size says to these numbers; the rule for constant sizes has its own row."""
+    if not (args.global_batch_size and args.micro_batch_size and args.micro_batch_size > 0):
+        return None
+    if args.rampup_batch_size is None and args.step_batch_size_schedule is None:
+        return None
+    try:
+        _calculator(args)
+        for size in _planned_sizes(args):
+            unit = args.micro_batch_size * args.data_parallel_size
+            if size % unit and not args.decrease_batch_size_if_needed:
+                return ConfigError(
+                    f"batch size {size} of the plan with --micro-batch-size {args.micro_batch_size} "
+                    f"and data-parallel size {args.data_parallel_size}",
+                    why=f"every size that is used is a multiple of micro-batch * dp = {unit}",
+                    fix="other steps, or --decrease-batch-size-if-needed",
+                )
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _planned_sizes(args: Namespace) -> Iterator[int]:
+    if args.step_batch_size_schedule:
+        yield from (size for _, size in parse_step_batch_size_schedule(args.step_batch_size_schedule))
+    elif args.rampup_batch_size:
+        start, increment, _ = args.rampup_batch_size
+        yield from range(start, args.global_batch_size + 1, increment)
+
+
+def _horizon(a: Namespace) -> tuple[float, float] | None:
+    """(warm-up, decay) in the unit of the run; None where the length is not known."""
+    length = a.train_samples or a.train_iters
+    if not length:
+        return None
+    decay = (a.lr_decay_samples if a.train_samples else a.lr_decay_iters) or length
+    warmup = a.lr_warmup_samples if a.train_samples else a.lr_warmup_iters
+    if a.lr_warmup_fraction is not None:
+        warmup = a.lr_warmup_fraction * decay
+    return warmup, decay
+
+
+def _below(name: str, bound: str) -> Rule:
+    return Rule(
+        lambda a: (
+            getattr(a, name) is not None and getattr(a, bound) is not None and getattr(a, name) > getattr(a, bound)
+        ),
+        f"{_flag(name)} {{{name}}} with {_flag(bound)} {{{bound}}}",
+        f"{_flag(bound)} is the highest learning rate",
+        f"a smaller {_flag(name)}",
+    )
+
+
+DERIVED: tuple[Rule, ...] = (
+    # -- ranks
+    *(
+        _positive(name)
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+        )
+    ),
+    Rule(
+        lambda a: a.model_parallel_ranks > 0 and a.world_size % a.model_parallel_ranks != 0,
+        "world size {world_size} with --tensor-model-parallel-size {tensor_model_parallel_size} "
+        "--pipeline-model-parallel-size {pipeline_model_parallel_size} --context-parallel-size {context_parallel_size}",
+        "a copy of the model takes their product, {model_parallel_ranks} ranks, and the world is a number of copies",
+        "a multiple of {model_parallel_ranks} ranks, or other sizes",
+    ),
+    # -- batch
+    Rule(
+        lambda a: (
+            bool(a.global_batch_size)
+            and bool(a.micro_batch_size)
+            and a.rampup_batch_size is None
+            and a.step_batch_size_schedule is None
+            and not a.decrease_batch_size_if_needed
+            and a.global_batch_size % (a.micro_batch_size * a.data_parallel_size) != 0
+            and {
+                "unit": a.micro_batch_size * a.data_parallel_size,
+                "near": -(-a.global_batch_size // (a.micro_batch_size * a.data_parallel_size))
+                * (a.micro_batch_size * a.data_parallel_size),
+            }
+        ),
+        "--global-batch-size {global_batch_size} with --micro-batch-size {micro_batch_size} "
+        "and data-parallel size {data_parallel_size}",
+        "every rank computes the same number of micro-batches, so micro-batch * dp = {unit} divides the global batch",
+        "--global-batch-size {near}, or --decrease-batch-size-if-needed",
+    ),
+    Rule(
+        lambda a: (
+            bool(a.global_batch_size)
+            and bool(a.micro_batch_size)
+            and a.decrease_batch_size_if_needed
+            and a.global_batch_size < a.micro_batch_size * a.data_parallel_size
+            and {"unit": a.micro_batch_size * a.data_parallel_size}
+        ),
+        "--global-batch-size {global_batch_size} with --micro-batch-size {micro_batch_size} "
+        "and data-parallel size {data_parallel_size}",
+        "rounded down to a multiple of {unit} nothing is left",
+        "--global-batch-size {unit}",
+    ),
+    Rule(
+        lambda a: (
+            (problem := _problem_of_batch(a)) is not None
+            and {"what_": problem.what, "why_": problem.why, "fix_": problem.fix}
+        ),
+        "{what_}",
+        "{why_}",
+        "{fix_}",
+    ),
+    # -- shape
+    Rule(
+        lambda a: (
+            bool(a.hidden_size)
+            and bool(a.num_attention_heads)
+            and a.kv_channels is None
+            and a.hidden_size % a.num_attention_heads != 0
+        ),
+        "--hidden-size {hidden_size} with --num-attention-heads {num_attention_heads}",
+        "without --kv-channels a head gets hidden / heads channels, and that is no whole number",
+        "a multiple of the heads, or --kv-channels N",
+    ),
+    Rule(
+        lambda a: (
+            a.group_query_attention
+            and bool(a.num_attention_heads)
+            and a.num_query_groups > 0
+            and a.num_attention_heads % a.num_query_groups != 0
+        ),
+        "--num-attention-heads {num_attention_heads} with --num-query-groups {num_query_groups}",
+        "every key/value head serves the same number of query heads",
+        "a number of groups that divides the heads",
+    ),
+    Rule(
+        lambda a: (
+            a.seq_length is not None
+            and a.max_position_embeddings is not None
+            and a.max_position_embeddings < a.seq_length
+        ),
+        "--seq-length {seq_length} with --max-position-embeddings {max_position_embeddings}",
+        "positions beyond the table do not exist",
+        "--max-position-embeddings {seq_length}",
+    ),
+    Rule(
+        lambda a: not 0.0 < a.rotary_percent <= 1.0,
+        "--rotary-percent {rotary_percent}",
+        "a share of the channels, above 0 and at most 1",
+        "--rotary-percent 1.0",
+    ),
+    *(
+        Rule(
+            lambda a, name=name: not 0.0 <= getattr(a, name) < 1.0,  # type: ignore[misc]
+            f"{_flag(name)} {{{name}}}",
+            "a share of the activations, at least 0 and below 1",
+            f"{_flag(name)} 0.1",
+        )
+        for name in ("hidden_dropout", "attention_dropout")
+    ),
+    *(
+        Rule(
+            lambda a, name=name: (
+                isinstance(getattr(a, name), list)  # type: ignore[misc]
+                and a.num_layers is not None
+                and len(getattr(a, name)) != a.num_layers
+                and {"count": len(getattr(a, name))}
+            ),
+            f"{_flag(name)} has {{count}} entries with --num-layers {{num_layers}}",
+            "a list says it for every layer",
+            "a list of {num_layers} entries, or one number",
+        )
+        for name in ("no_rope_freq", "window_attn_skip_freq")
+    ),
+    Rule(
+        lambda a: (
+            isinstance(a.no_rope_freq, int)
+            and bool(a.num_layers)
+            and (a.no_rope_freq < 1 or a.num_layers % a.no_rope_freq != 0)
+        ),
+        "--no-rope-freq {no_rope_freq} with --num-layers {num_layers}",
+        "every N-th layer does without rotary positions, and N divides the layers",
+        "another number, or a list of {num_layers} entries",
+    ),
+    Rule(
+        lambda a: a.window_attn_skip_freq is not None and a.window_size is None,
+        "--window-attn-skip-freq without --window-size",
+        "there is no window that a layer could do without",
+        "--window-size LEFT,RIGHT",
+    ),
+    Rule(
+        lambda a: a.use_rope_scaling and a.position_embedding_type != "rope",
+        "--use-rope-scaling with --position-embedding-type {position_embedding_type}",
+        "it rescales rotary positions",
+        "--position-embedding-type rope",
+    ),
+    # -- learning rate
+    Rule(
+        lambda a: a.lr is None and not a.skip_train,
+        "--lr is missing",
+        "no training can do without it",
+        "--lr 3e-4",
+    ),
+    *(_positive(name, 0) for name in ("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples")),
+    _below("min_lr", "lr"),
+    _below("lr_warmup_init", "lr"),
+    _below("decoupled_min_lr", "decoupled_lr"),
+    Rule(
+        lambda a: a.decoupled_min_lr is not None and a.decoupled_lr is None,
+        "--decoupled-min-lr {decoupled_min_lr} without --decoupled-lr",
+        "it is where that learning rate ends",
+        "--decoupled-lr X",
+    ),
+    Rule(
+        lambda a: (
+            (horizon := _horizon(a)) is not None
+            and horizon[0] >= horizon[1]
+            and {"warmup": horizon[0], "decay": horizon[1]}
+        ),
+        "a warm-up of {warmup} in a schedule of {decay}",
+        "the learning rate decays after its warm-up, which is counted in",
+        "a shorter --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples",
+    ),
+    Rule(
+        lambda a: (
+            a.lr_decay_style == "WSD" and (a.lr_wsd_decay_samples if a.train_samples else a.lr_wsd_decay_iters) is None
+        ),
+        "--lr-decay-style WSD without the length of its anneal",
+        "the last part of the run anneals",
+        "--lr-wsd-decay-iters N, or --lr-wsd-decay-samples N for a run counted in samples",
+    ),
+    Rule(
+        lambda a: (
+            a.start_weight_decay is not None
+            and a.end_weight_decay is not None
+            and not 0.0 <= a.start_weight_decay <= a.end_weight_decay
+        ),
+        "--start-weight-decay {start_weight_decay} --end-weight-decay {end_weight_decay}",
+        "weight decay grows from the first to the second, from 0 on",
+        "a larger --end-weight-decay",
+    ),
+    # -- tokenizer
+    Rule(
+        lambda a: (
+            a.tokenizer_type
+            in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer")
+            and not a.tokenizer_model
+            and "tokenizer_type" in a.typed
+        ),
+        "--tokenizer-type {tokenizer_type} without --tokenizer-model",
+        "the tokenizer is read from it",
+        "--tokenizer-model PATH",
+    ),
+    Rule(
+        lambda a: a.tokenizer_type == "NullTokenizer" and not a.vocab_size,
+        "--tokenizer-type NullTokenizer without --vocab-size",
+        "it has no vocabulary of its own",
+        "--vocab-size N",
+    ),
+)
