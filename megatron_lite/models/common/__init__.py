@@ -1,0 +1,1 @@
+"""What every model family uses: embeddings and the language module."""

@@ -1,0 +1,109 @@
+"""Angles of the rotary position embedding (Su et al. 2021).
+
+    inverse frequency of pair i   f_i = base^(-2 i / r)      r = rotated channels of a head
+    angle at position p           p * f_i (positions divided by `seq_len_interpolation_factor`)
+
+Llama 3.1 stretches the context by slowing the slow pairs: wave lengths below old/high stay, above old/low are
+divided by the factor, and in between the two are mixed linearly in old / wave length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_lite import collectives
+from megatron_lite.errors import ConfigError
+from megatron_lite.transformer.inference_context import InferenceContext
+from megatron_lite.transformer.transformer_config import TransformerConfig
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles for positions 0, 1, ...
+
+    Args:
+        kv_channels: channels of a head.
+        rotary_percent: share of them that is rotated.
+        rotary_interleaved: pairs (2i, 2i + 1) instead of (i, i + r/2).
+        seq_len_interpolation_factor: divides positions.
+        rotary_base: base of the frequencies.
+        rope_scaling, rope_scaling_factor: Llama 3.1's stretching, from a context of 8192.
+        use_cpu_initialization, cp_group: accepted as Megatron has them.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        use_cpu_initialization: bool = False,
+        cp_group: ProcessGroup | None = None,
+    ):
+        super().__init__()
+        if not 0.0 < rotary_percent <= 1.0:
+            raise ConfigError(f"--rotary-percent {rotary_percent}", why="a share in (0, 1]", fix="--rotary-percent 1.0")
+        channels = int(kv_channels * rotary_percent)
+        if channels % 2:
+            raise ConfigError(
+                f"{channels} rotated channels (head size {kv_channels}, --rotary-percent {rotary_percent})",
+                why="channels turn in pairs",
+                fix="another --rotary-percent or --kv-channels, so that the number is even",
+            )
+        self.rotary_interleaved, self.seq_len_interpolation_factor = rotary_interleaved, seq_len_interpolation_factor
+        self.inv_freq = 1.0 / rotary_base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels)
+        if rope_scaling:
+            self.inv_freq = stretch_frequencies(self.inv_freq, rope_scaling_factor)
+        self._cached: tuple[Any, Tensor] | None = None
+
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """`[s, r / 2]`: the angle of each pair."""
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
+        if self.seq_len_interpolation_factor is not None:
+            positions = positions / self.seq_len_interpolation_factor
+        return torch.outer(positions, self.inv_freq)
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """`[s, 1, 1, r]`: the angle of each channel (both channels of a pair hold it); kept from call to call."""
+        device = torch.get_default_device() if self.inv_freq.device.type == "meta" else self.inv_freq.device
+        key = (max_seq_len, offset, device)
+        if self._cached is None or self._cached[0] != key:
+            freqs = self.get_freqs_non_repeated(max_seq_len, offset)
+            freqs = freqs.repeat_interleave(2, dim=-1) if self.rotary_interleaved else torch.cat([freqs, freqs], dim=-1)
+            self._cached = key, freqs[:, None, None, :]
+        return self._cached[1]
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: InferenceContext | None,
+        transformer: Any,
+        transformer_input: Tensor,
+        transformer_config: TransformerConfig,
+        packed_seq_params: Any = None,
+    ) -> int:
+        """How many positions this forward pass needs: the whole sequence's, also where a rank holds a shard."""
+        if inference_context is not None:
+            return inference_context.max_sequence_length
+        held = transformer_input if getattr(transformer, "input_tensor", None) is None else transformer.input_tensor
+        length = held.shape[0]
+        if transformer_config.sequence_parallel:
+            length *= collectives.group_size(transformer.pg_collection.tp)
+        return length * transformer_config.context_parallel_size
+
+
+def stretch_frequencies(
+    freqs: Tensor, factor: float = 8.0, low: float = 1.0, high: float = 4.0, old_context: int = 8192
+) -> Tensor:
+    """Llama 3.1's frequencies for a context `factor` times as long (Llama Team 2024; formula of its reference code)."""
+    wave = 2 * math.pi / freqs
+    slow = freqs / factor
+    share = (old_context / wave - low) / (high - low)
+    mixed = (1 - share) * slow + share * freqs
+    return torch.where(wave > old_context / low, slow, torch.where(wave < old_context / high, freqs, mixed))

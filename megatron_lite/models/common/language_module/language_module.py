@@ -1,0 +1,105 @@
+"""What language models share: the loss, tied embeddings, and global names for all parameters."""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor, nn
+
+from megatron_lite import collectives
+from megatron_lite.initialization import initialize_parameters
+from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.sharding import whole
+from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_lite.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron_lite.transformer.module import MegatronModule
+from megatron_lite.transformer.transformer_config import TransformerConfig
+
+
+def global_names(model: nn.Module) -> dict[str, str]:
+    """Parameter name in this stage's module -> name in the whole model: layers keep their global number.
+
+    `decoder.layers.0.mlp...` on a stage that starts at layer 4 is `decoder.layers.4.mlp...`.
+    """
+    renamed = {}
+    for name, module in model.named_modules():
+        number = getattr(module, "layer_number", None)
+        if number is not None and re.search(r"\.layers\.\d+$", "." + name):
+            renamed[name + "."] = re.sub(r"\d+$", str(number - 1), name) + "."
+    names = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        match = re.match(r"(.*?\blayers\.\d+\.)", name)
+        prefix = match.group(1) if match else ""
+        names[name] = renamed.get(prefix, prefix) + name[len(prefix) :]
+    return names
+
+
+class LanguageModule(MegatronModule):
+    """Base of the models that end in a vocabulary.
+
+    Args:
+        pg_collection: None = the registered groups.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None):
+        super().__init__(config)
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.vp_stage: int | None = None
+        self.share_embeddings_and_output_weights = False
+        self.pre_process = self.post_process = True
+
+    def name_and_initialize(self) -> None:
+        """At the end of a model's constructor: every parameter gets its global name, then its initial value.
+
+        The copy of a tied embedding on the last stage has the embedding's name, so it starts equal without any
+        communication.
+        """
+        for name, global_name in global_names(self).items():
+            param = self.get_parameter(name)
+            if self.share_embeddings_and_output_weights and name == "output_layer.weight":
+                global_name = "embedding.word_embeddings.weight"
+            shard = getattr(param, "shard", None) or whole(name, tuple(param.shape))
+            param.shard = shard.renamed(global_name)  # type: ignore[attr-defined]
+            set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+        initialize_parameters(self)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss per token.
+
+        The logits are used up: their gradient is written over them.
+
+        Args:
+            labels: `[b, s]`.
+            logits: `[s, b, v/t]`.
+        Returns: `[b, s]`, fp32.
+        """
+        loss = vocab_parallel_cross_entropy(
+            logits, labels.transpose(0, 1).contiguous(), tp_group=self.pg_collection.tp, over_logits=True
+        )
+        return loss.transpose(0, 1).contiguous()
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The weight that the first and last stage hold both, on those stages; else None."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        if self.post_process:
+            return self.output_layer.weight
+        return None
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark the embedding and the output layer, and, where they are tied over two stages, the copies.
+
+        `is_embedding_or_output_parameter`: optimizers may treat them apart. `shared_embedding`: on every stage that
+        holds the tied weight (their gradients are summed); `shared`: on the copy, which norms do not count.
+        """
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+        if not self.share_embeddings_and_output_weights or collectives.group_size(self.pg_collection.pp) == 1:
+            return
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.shared_embedding = True
+        elif self.post_process:
+            self.output_layer.weight.shared = True
+            self.output_layer.weight.shared_embedding = True

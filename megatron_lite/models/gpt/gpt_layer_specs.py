@@ -1,0 +1,96 @@
+"""Which modules a GPT layer is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.fusions.bias_dropout_add import get_bias_dropout_add
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron_lite.transformer.dot_product_attention import DotProductAttention
+from megatron_lite.transformer.enums import AttnMaskType
+from megatron_lite.transformer.identity_op import IdentityOp
+from megatron_lite.transformer.mlp import MLP, MLPSubmodules
+from megatron_lite.transformer.spec_utils import ModuleSpec
+from megatron_lite.transformer.torch_norm import WrappedTorchNorm
+from megatron_lite.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool | None = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    use_kitchen: bool = False,
+    **unknown: Any,
+) -> ModuleSpec:
+    """A dense layer of this package's own modules.
+
+    Args:
+        qk_layernorm: norm queries and keys, head by head.
+        normalization: accepted as Megatron has it: norms are made by `config.normalization`.
+        others: refused while what they ask for is not built.
+    """
+    _refuse(
+        num_experts=num_experts,
+        moe_grouped_gemm=moe_grouped_gemm,
+        multi_latent_attention=multi_latent_attention,
+        fp8=fp8,
+        moe_use_legacy_grouped_gemm=moe_use_legacy_grouped_gemm,
+        qk_l2_norm=qk_l2_norm,
+        use_kitchen=use_kitchen,
+        **unknown,
+    )
+    head_norm = WrappedTorchNorm if qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=DotProductAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=get_mlp_module_spec(),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def get_mlp_module_spec() -> ModuleSpec:
+    """The dense feed-forward half."""
+    return ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+
+
+def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
+    """Raises ConfigError: layers of Transformer Engine are not part of this package yet."""
+    raise ConfigError(
+        "--transformer-impl transformer_engine",
+        why="layers of Transformer Engine are not built yet",
+        fix="--transformer-impl local: the same arithmetic in plain torch",
+    )
+
+
+def _refuse(**asked: Any) -> None:
+    wanted = [name for name, value in asked.items() if value]
+    if wanted:
+        raise ConfigError(
+            f"a GPT layer with {', '.join(wanted)}",
+            why="these kinds of layers are not built yet",
+            fix="a dense layer with standard attention: leave them out",
+        )

@@ -1,0 +1,198 @@
+"""GPTModel: a decoder-only language model (Radford et al. 2019), cut into pipeline stages if need be.
+
+tokens [b, s] --embedding--> [s, b, h] --TransformerBlock--> [s, b, h] --output layer--> logits [s, b, v/t]
+                                                               labels [b, s] --cross entropy--> loss [b, s]
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megatron_lite.enums import ModelType
+from megatron_lite.errors import ConfigError
+from megatron_lite.initialization import deferred_initialization
+from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron_lite.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron_lite.models.common.language_module.language_module import LanguageModule
+from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
+from megatron_lite.transformer.inference_context import InferenceContext
+from megatron_lite.transformer.spec_utils import ModuleSpec
+from megatron_lite.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron_lite.transformer.transformer_config import TransformerConfig
+
+PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+
+
+class GPTModel(LanguageModule):
+    """A stage of a GPT.
+
+    Args:
+        config: shape and arithmetic of the layers.
+        transformer_layer_spec: of a layer, or of the block's layers one by one (`gpt_layer_specs`).
+        vocab_size: of the embedding, padded to a multiple of the tensor-parallel size.
+        max_sequence_length: rows of the learned position table.
+        pre_process, post_process: this is the first stage (has the embedding), the last one (has the output layer).
+        fp16_lm_cross_entropy: accepted; the loss is always computed in fp32.
+        parallel_output: leave logits split over the vocabulary (for the loss); False gathers them.
+        share_embeddings_and_output_weights: one matrix for both ends.
+        position_embedding_type: "learned_absolute", "rope" or "none".
+        rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: see RotaryEmbedding.
+        scatter_embedding_sequence_parallel: cut the embedding's output along the sequence under sequence parallelism.
+        mtp_block_spec: multi-token prediction: refused until it is built.
+        pg_collection: None = the registered groups.
+        vp_stage: which chunk of the stage this is.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: PositionEmbedding = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: ModuleSpec | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ):
+        super().__init__(config, pg_collection)
+        if position_embedding_type not in ("learned_absolute", "rope", "none"):
+            raise ConfigError(
+                f"--position-embedding-type {position_embedding_type}",
+                why="a GPT has learned, rotary or no positions",
+                fix="learned_absolute, rope or none",
+            )
+        if mtp_block_spec is not None:
+            raise ConfigError(
+                "a GPTModel with mtp_block_spec", why="multi-token prediction is not built yet", fix="None"
+            )
+        self.transformer_layer_spec = transformer_layer_spec
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.pre_process, self.post_process, self.parallel_output = pre_process, post_process, parallel_output
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type, self.vp_stage = position_embedding_type, vp_stage
+        self.model_type = ModelType.encoder_or_decoder
+
+        with deferred_initialization():
+            if pre_process:
+                self.embedding = LanguageModelEmbedding(
+                    config,
+                    vocab_size,
+                    max_sequence_length,
+                    position_embedding_type,
+                    scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
+                    tp_group=self.pg_collection.tp,
+                )
+            if position_embedding_type == "rope":
+                assert config.kv_channels is not None
+                self.rotary_pos_emb = RotaryEmbedding(
+                    config.kv_channels,
+                    rotary_percent,
+                    config.rotary_interleaved,
+                    seq_len_interpolation_factor,
+                    rotary_base,
+                    rope_scaling,
+                    rope_scaling_factor,
+                )
+            self.decoder = TransformerBlock(
+                config,
+                transformer_layer_spec,
+                pre_process=pre_process,
+                post_process=post_process,
+                pg_collection=self.pg_collection,
+                vp_stage=vp_stage,
+            )
+            if post_process:
+                assert config.init_method is not None
+                tied = share_embeddings_and_output_weights
+                self.output_layer = ColumnParallelLinear(
+                    config.hidden_size,
+                    vocab_size,
+                    config=config,
+                    init_method=(config.embedding_init_method or config.init_method) if tied else config.init_method,
+                    bias=False,
+                    gather_output=not parallel_output,
+                    skip_weight_param_allocation=pre_process and tied,
+                    tp_group=self.pg_collection.tp,
+                )
+        if pre_process or post_process:
+            self.setup_embeddings_and_output_layer()
+        self.name_and_initialize()
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """What the stage before sent (a list of one, as schedules have it)."""
+        if isinstance(input_tensor, (list, tuple)):
+            assert len(input_tensor) == 1, "a GPT stage takes one tensor"
+            input_tensor = input_tensor[0]
+        self.decoder.set_input_tensor(input_tensor)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: InferenceContext | None = None,
+        packed_seq_params: Any = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: InferenceContext | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The loss per token on the last stage, or logits if there are no labels; hidden states on other stages.
+
+        Args:
+            input_ids, position_ids: `[b, s]`.
+            attention_mask: bool `[b or 1, 1, s, s]`, True = hidden; None: causal, the fast path.
+            decoder_input: `[s, b, h]` instead of embedding the ids.
+            labels: `[b, s]`: the next token of each position.
+            inference_context: keys and values of the tokens so far.
+            runtime_gather_output: gather logits over the vocabulary for this call.
+            loss_mask: accepted as Megatron has it (multi-token prediction uses it).
+        Returns: loss `[b, s]` fp32; or logits `[b, s, v/t]`; or `[s, b, h]`.
+        """
+        context = inference_context if inference_context is not None else inference_params
+        if decoder_input is None and self.pre_process:
+            assert input_ids is not None
+            decoder_input = self.embedding(input_ids, position_ids)
+        rotary = None
+        if self.position_embedding_type == "rope":
+            held = decoder_input if decoder_input is not None else self.decoder.input_tensor
+            length = self.rotary_pos_emb.get_rotary_seq_len(context, self.decoder, held, self.config, packed_seq_params)
+            rotary = self.rotary_pos_emb(length)
+            if held is not None and rotary.device != held.device:
+                self.rotary_pos_emb.inv_freq = self.rotary_pos_emb.inv_freq.to(held.device)
+                rotary = self.rotary_pos_emb(length)
+        hidden_states = self.decoder(
+            decoder_input,
+            attention_mask,
+            rotary_pos_emb=rotary,
+            inference_context=context,
+            packed_seq_params=packed_seq_params,
+            **(extra_block_kwargs or {}),
+        )
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        gather = None if labels is None else False  # the loss wants split logits
+        logits, _ = self.output_layer(
+            hidden_states, weight, runtime_gather_output if runtime_gather_output is not None else gather
+        )
+        if labels is not None:
+            return self.compute_language_model_loss(labels, logits)
+        return logits.transpose(0, 1).contiguous()

@@ -1,0 +1,282 @@
+"""softmax(q k^T / sqrt(d)) v, by one of several implementations that agree.
+
+    --attention-backend   implementation                                            what it cannot do
+    local                 written out: product, mask, softmax, dropout, product     nothing; it is the reference
+    unfused               batched products with a written-out backward              -
+    fused                 torch's scaled_dot_product_attention, its own choice      sinks, bias
+    flash                 the same, flash kernel only                               sinks, bias; dropout on a CPU
+    auto                  the fastest of them that can do what is asked
+
+What a query may see: with a window, the window alone; else the given mask (True = hidden); else, in a causal layer,
+itself and what came before. Hidden scores become -10000, so a query that may see nothing looks at everything equally;
+`fused` and `flash` use minus infinity, which is the same unless a query sees nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_lite import collectives
+from megatron_lite.errors import ConfigError
+from megatron_lite.fusions.attention import MASKED, attention
+from megatron_lite.fusions.backends import matmul_kernel
+from megatron_lite.initialization import set_init
+from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.sharding import split
+from megatron_lite.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron_lite.tensor_parallel.random import get_cuda_rng_tracker
+from megatron_lite.tensor_parallel.utils import divide
+from megatron_lite.transformer.enums import AttnBackend, AttnMaskType
+from megatron_lite.transformer.module import MegatronModule
+from megatron_lite.transformer.transformer_config import TransformerConfig
+
+# Up to here batched products in bf16 beat torch's flash kernel on a CPU (measured: 3x at 256 keys, 1.4x at 1024).
+_PRODUCTS_UP_TO_KEYS = 1024
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+def is_layer_window_attention(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether this layer (counted from 1) looks through the window, or at everything."""
+    if config.window_size is None:
+        return False
+    pattern = config.window_attn_skip_freq
+    if pattern is None:
+        return True
+    return layer_number % pattern != 0 if isinstance(pattern, int) else bool(pattern[layer_number - 1])
+
+
+def hidden_outside_window(sq: int, sk: int, window: tuple[int, int], device: torch.device) -> Tensor:
+    """bool `[1, 1, sq, sk]`, True where key j lies more than left before or right after query i; -1 = no limit.
+
+    The last query stands at the last key.
+    """
+    left, right = window
+    distance = torch.arange(sk, device=device) - torch.arange(sk - sq, sk, device=device).unsqueeze(1)  # key - query
+    hidden = torch.zeros(sq, sk, dtype=torch.bool, device=device)
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    return hidden.view(1, 1, sq, sk)
+
+
+class DotProductAttention(MegatronModule):
+    """Attention between given queries, keys and values; this rank's heads.
+
+    Args:
+        layer_number: global, from 1: picks the window and the scaling of `apply_query_key_layer_scaling`.
+        attn_mask_type: whether the layer is causal where no mask is given.
+        attention_type: "self" or "cross"; accepted as Megatron has it.
+        attention_dropout: None = the config's.
+        softmax_scale: None = the config's, or 1 / sqrt(kv_channels).
+        cp_comm_type: how context-parallel ranks exchange keys.
+        pg_collection: None = the registered groups.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        super().__init__(config)
+        if config.context_parallel_size > 1:
+            raise ConfigError(
+                f"--context-parallel-size {config.context_parallel_size} with DotProductAttention",
+                why="it attends within one rank's share of the sequence only",
+                fix="--context-parallel-size 1",
+            )
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        assert config.kv_channels is not None
+        scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
+        self.window = config.window_size if is_layer_window_attention(config, self.layer_number) else None
+        self.sink = config.softmax_type != "vanilla"
+        backend = config.attention_backend
+        self.backend = backend if isinstance(backend, AttnBackend) else AttnBackend[backend]
+        if self.sink and self.backend in (AttnBackend.flash, AttnBackend.fused):
+            raise ConfigError(
+                f"--attention-backend {self.backend.name} with --softmax-type {config.softmax_type}",
+                why="torch's fused attention has no sink in its softmax",
+                fix="--attention-backend auto",
+            )
+
+        tp_rank, tp_size = collectives.group_rank(groups.tp), collectives.group_size(groups.tp)
+        heads = divide(config.num_attention_heads, tp_size)
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            self.softmax_offset.shard = split("softmax_offset", (heads,), 0, tp_rank, tp_size)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+            assert config.init_method is not None
+            set_init(self.softmax_offset, config.init_method, "softmax_offset", self.softmax_offset.shard)
+        elif config.softmax_type == "off-by-one":
+            self.register_buffer("softmax_offset", torch.zeros(heads), persistent=False)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """query `[sq, b, np, hn]`, key and value `[sk, b, ng, hn]` -> `[sq, b, np * hn]`.
+
+        Args:
+            attention_mask: bool `[b or 1, 1, sq, sk]`, True = hidden.
+            attn_mask_type: None = the layer's.
+            attention_bias: `[b or 1, np, sq, sk]`, added to the scaled scores.
+        """
+        if packed_seq_params is not None:
+            raise ConfigError(
+                "packed sequences in DotProductAttention",
+                why="it has no kernel for sequences of several lengths",
+                fix="a mask from --reset-attention-mask",
+            )
+        sq, b, heads, _ = query.shape
+        hidden, causal = self._what_is_hidden(attention_mask, attn_mask_type or self.attn_mask_type, sq, key)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n, s, hn], views
+        dropout = self.dropout_p if self.training else 0.0
+        backend = self._choose(q, k, hidden, attn_mask_type or self.attn_mask_type, dropout, attention_bias)
+        # Heads differ between tensor-parallel ranks, so their masks must too. Under sequence parallelism the block has
+        # entered the region already.
+        region = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
+        with region:
+            if backend in (AttnBackend.flash, AttnBackend.fused):
+                y = self._torch_attention(q, k, v, hidden, causal, dropout, backend)
+            else:
+                if causal and sq > 1:
+                    hidden = hidden_outside_window(sq, k.shape[2], (-1, 0), q.device)
+                if backend is AttnBackend.unfused:
+                    y = attention(q, k, v, hidden, self.softmax_scale, dropout)
+                else:
+                    y = self._written_out(q, k, v, hidden, attention_bias, dropout)
+        return y.permute(2, 0, 1, 3).reshape(sq, b, heads * value.shape[-1])
+
+    def _what_is_hidden(
+        self, mask: Tensor | None, mask_type: AttnMaskType, sq: int, key: Tensor
+    ) -> tuple[Tensor | None, bool]:
+        """A mask, or None and whether the kernel shall hide the future itself."""
+        sk = key.shape[0]
+        if self.window is not None:
+            return hidden_outside_window(sq, sk, self.window, key.device), False
+        if mask is not None and mask_type is not AttnMaskType.no_mask:
+            return mask, False
+        if mask_type in _CAUSAL and sq > 1:
+            if sq == sk:
+                return None, True
+            return hidden_outside_window(sq, sk, (-1, 0), key.device), False
+        return None, False
+
+    def _choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        hidden: Tensor | None,
+        mask_type: AttnMaskType,
+        dropout: float,
+        bias: Tensor | None,
+    ) -> AttnBackend:
+        """The implementation for this call."""
+        if self.backend is AttnBackend.local or self.sink or bias is not None:
+            if bias is not None and self.backend in (AttnBackend.flash, AttnBackend.fused):
+                raise ConfigError(
+                    f"--attention-backend {self.backend.name} with an attention bias",
+                    why="its kernels take none together with a causal mask",
+                    fix="--attention-backend auto",
+                )
+            return AttnBackend.local
+        on_cpu = q.device.type == "cpu"
+        if self.backend is AttnBackend.flash and dropout and on_cpu:
+            raise ConfigError(
+                f"--attention-backend flash with --attention-dropout {dropout} on a CPU",
+                why="torch's flash kernel for CPUs has no dropout",
+                fix="--attention-backend auto, or --attention-dropout 0",
+            )
+        if self.backend is not AttnBackend.auto:
+            return self.backend
+        if hidden is not None and self.window is None and mask_type is not AttnMaskType.causal:
+            return AttnBackend.unfused  # a padded query may see nothing: minus infinity would make NaN of it
+        if on_cpu and dropout:
+            return AttnBackend.unfused  # torch would take its slowest path
+        short = k.shape[2] <= _PRODUCTS_UP_TO_KEYS and q.shape[2] > 1
+        if on_cpu and short and q.dtype == torch.bfloat16 and matmul_kernel(q.dtype, "cpu") == "torch":
+            return AttnBackend.unfused
+        return AttnBackend.fused
+
+    def _torch_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        causal: bool,
+        dropout: float,
+        backend: AttnBackend,
+    ) -> Tensor:
+        dtype = q.dtype
+        if matmul_kernel(dtype, q.device.type) == "widen":
+            q, k, v = q.float(), k.float(), v.float()
+        grouped = q.shape[1] != k.shape[1]
+        seen = None if hidden is None else ~hidden
+        only = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if backend is AttnBackend.flash else nullcontext()
+        try:
+            with only:
+                y = F.scaled_dot_product_attention(
+                    q, k, v, seen, dropout, causal, scale=self.softmax_scale, enable_gqa=grouped
+                )
+        except RuntimeError as error:
+            if backend is AttnBackend.flash and "kernel" in str(error).lower():
+                raise ConfigError(
+                    f"--attention-backend flash with {dtype}, head size {q.shape[-1]}"
+                    f"{', a mask' if hidden is not None else ''} on {q.device.type}",
+                    why=f"torch has no flash kernel for it ({str(error).splitlines()[0]})",
+                    fix="--attention-backend auto",
+                ) from error
+            raise
+        return y.to(dtype)
+
+    def _written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor | None, dropout: float
+    ) -> Tensor:
+        """The formula itself. q `[b, np, sq, hn]`, k and v `[b, ng, sk, hn]`."""
+        dtype = q.dtype
+        if matmul_kernel(dtype, q.device.type) == "widen":
+            q, k, v = q.float(), k.float(), v.float()
+        repeats = q.shape[1] // k.shape[1]
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        # Dividing by the layer's number keeps deep layers' scores within fp16; the softmax, in fp32, undoes it.
+        divisor = float(self.layer_number) if self.config.apply_query_key_layer_scaling else 1.0
+        scores = (q @ k.transpose(-1, -2)) * (self.softmax_scale / divisor)  # [b, np, sq, sk]
+        if self.config.attention_softmax_in_fp32:
+            scores = scores.float()
+        scores = scores * divisor if divisor != 1.0 else scores
+        if bias is not None:
+            scores = scores + bias
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, MASKED)
+        if self.sink:  # one more column, which takes probability and has no value
+            offset = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            probabilities = torch.softmax(torch.cat([scores, offset], dim=-1), dim=-1)[..., :-1]
+        else:
+            probabilities = torch.softmax(scores, dim=-1)
+        probabilities = F.dropout(probabilities.to(q.dtype), dropout, training=dropout > 0.0)
+        return (probabilities @ v).to(dtype)
