@@ -30,7 +30,7 @@ def _split_groups(x: Tensor, groups: int) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, mask, scale, probability):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, mask, scale, probability):
         b, n, sq, _ = q.shape
         groups, sk = k.shape[1], k.shape[2]
         out_dtype = q.dtype
@@ -58,7 +58,7 @@ class _Attention(torch.autograd.Function):
         return y.view(b, n, sq, -1).to(out_dtype)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         q3, k3, v3, p, mask3, keep = ctx.saved_tensors
         b, n, sq, _ = ctx.shape
         groups = k3.shape[0] // b

@@ -81,7 +81,7 @@ def onednn_keeps_fp32() -> bool:
     return worst <= 2e-3
 
 
-def onednn_linear():  # type: ignore[no-untyped-def]
+def onednn_linear():
     """`f(x, w) = x @ w.T` by oneDNN, without autograd; None where this torch has no such operator.
 
     The operator is private to torch, hence this one place and the plain product as the fallback.
@@ -97,6 +97,6 @@ def describe(dtype: torch.dtype, device_type: str) -> str:
     reasons = {
         "torch": "torch's default",
         "onednn": "oneDNN (MKL is slower on this CPU; checked against fp64)",
-        "widen": f"fp32 products of widened operands (this CPU has no fast {str(dtype).removeprefix('torch.')} product)",
+        "widen": f"fp32 products of widened operands (this CPU has no fast {dtype} product)",
     }
     return f"matrix products: {reasons[matmul_kernel(dtype, device_type)]}"

@@ -54,13 +54,13 @@ class _SwiGLU(torch.autograd.Function):
     """Keeps only x for backward (autograd would keep silu(gate) too) and writes both gradients into one tensor."""
 
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         grad = torch.empty_like(x)

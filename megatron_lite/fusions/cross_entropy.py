@@ -2,8 +2,8 @@
 
     logits [rows, v/t]  --block of rows-->  fp32 in cache  -->  softmax  -->  back over the logits, in their dtype
 
-No fp32 copy of the logits ever exists: a block is widened, reduced, and its softmax is written where its logits were (or
-into one tensor of their dtype). Backward scales that by the incoming gradient in place. This file knows one rank's
+No fp32 copy of the logits ever exists: a block is widened, reduced, and its softmax is written where its logits were
+(or into one tensor of their dtype). Backward scales that by the incoming gradient in place. This file knows one rank's
 share; `tensor_parallel.cross_entropy` joins the shares.
 """
 

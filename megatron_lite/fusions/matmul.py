@@ -48,13 +48,13 @@ def transposed_times(g: Tensor, x: Tensor, out_dtype: torch.dtype | None = None)
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, bias):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w, bias):
         ctx.save_for_backward(x, w)
         ctx.has_bias = bias is not None
         return times_transposed(x, w, bias)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         x, w = ctx.saved_tensors
         dx = times(g, w) if ctx.needs_input_grad[0] else None
         rows = g.reshape(-1, g.shape[-1])

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019) with fewer passes over memory than torch's composite on a CPU, and in fp32 inside."""
+"""RMSNorm (Zhang and Sennrich 2019) with fewer passes over memory than torch's composite on a CPU; fp32 inside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class _RMSNorm(torch.autograd.Function):
     """y = x / rms(x) * w. Keeps x and one number a row."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, eps):
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # 1 / rms, [..., 1]
@@ -19,7 +19,7 @@ class _RMSNorm(torch.autograd.Function):
         return (wide * scale).mul_(weight.float()).to(weight.dtype)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         x, weight, scale = ctx.saved_tensors
         g = g.float()
         x_hat = x.float() * scale

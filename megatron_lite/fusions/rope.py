@@ -37,20 +37,20 @@ def _rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, t, cos, sin, interleaved):  # type: ignore[no-untyped-def]
+    def forward(ctx, t, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         return _rotate(t, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         # The two angles of a pair are equal, so the rotation back needs no reordering of sin.
         cos, sin = ctx.saved_tensors
         return _rotate(g, cos, -sin, ctx.interleaved), None, None, None
 
 
 def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False, mscale: float = 1.0) -> Tensor:
-    """Turn t `[s, b, n, d]` by the angles freqs `[s, 1, 1, r]` (radians, r <= d; both channels of a pair hold the angle).
+    """Turn t `[s, b, n, d]` by the angles freqs `[s, 1, 1, r]` (radians, r <= d; both channels of a pair hold it).
 
     Args:
         mscale: factor on cos and sin (YaRN's concentration).

@@ -27,7 +27,7 @@ from megatron_lite.tensor_parallel.utils import VocabUtility
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, target, smoothing, group, over_logits):  # type: ignore[no-untyped-def]
+    def forward(ctx, logits, target, smoothing, group, over_logits):
         size, rank = collectives.group_size(group), collectives.group_rank(group)
         share = logits.shape[-1]
         classes = share * size
@@ -68,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.view(target.shape)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         if ctx.grad is None:
             raise RuntimeError("the gradient of this cross entropy was used: run forward again for a second backward")
         grad, ctx.grad = ctx.grad, None

@@ -96,7 +96,7 @@ class _ParallelLinear(torch.autograd.Function):
     collective with the weight gradient, which may go straight into `main_grad`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, reduce_grad, fuse_wgrad):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, group, sequence_parallel, reduce_grad, fuse_wgrad):
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel, ctx.reduce_grad = group, sequence_parallel, reduce_grad
         ctx.fuse_wgrad, ctx.has_bias = fuse_wgrad, bias is not None
@@ -104,14 +104,15 @@ class _ParallelLinear(torch.autograd.Function):
         return times_transposed(total, weight, bias)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        total, handle = x, collectives.DONE
+        total = x
+        handle: collectives.Handle = collectives.DONE
         if ctx.sequence_parallel and needs_weight:  # not kept in forward: gathered again while dX is computed
             total = torch.empty(x.shape[0] * ctx.group.size(), *x.shape[1:], dtype=x.dtype, device=x.device)
             handle = collectives.all_gather(total, x.contiguous(), ctx.group, purpose="column re-gather", async_op=True)
-        dx = times(g, weight) if needs_x else None
+        dx: Any = times(g, weight) if needs_x else None
         handle.wait()
         handle = collectives.DONE
         if needs_x and ctx.sequence_parallel:
@@ -229,7 +230,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x `[s, b, in]` (`[s/t, b, in]` with sequence parallelism) -> (y `[s, b, out/t]`, the bias if it was skipped)."""
+        """x `[s, b, in]` (`[s/t, b, in]` with sequence parallelism) -> (y `[s, b, out/t]`, the bias if skipped)."""
         if weight is None:
             weight = self.weight
             assert weight is not None, "this layer has no weight of its own: hand one to forward"
@@ -297,7 +298,8 @@ class RowParallelLinear(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             self.bias = _parameter((output_size,), "bias", Constant(0.0), config, self.tp_group, None)
-            self.bias.sequence_parallel = self.sequence_parallel  # its gradient is then a part: summed over tp
+            # Under sequence parallelism its gradient is a part, to be summed over tp.
+            self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             _mark_expert(self.bias, config, is_expert)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -329,14 +331,14 @@ def _mark_expert(param: nn.Parameter, config: ModelParallelConfig, is_expert: bo
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, rows, fuse_wgrad):  # type: ignore[no-untyped-def]
+    def forward(ctx, weight, rows, fuse_wgrad):
         ctx.weight_ref = weight
         ctx.save_for_backward(rows)
         ctx.fuse_wgrad = fuse_wgrad
         return torch.nn.functional.embedding(rows, weight)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         (rows,), weight = ctx.saved_tensors, ctx.weight_ref
         if ctx.fuse_wgrad and takes_main_grad(weight):
             accumulate_rows(weight, rows.reshape(-1), g.reshape(-1, g.shape[-1]))
@@ -349,7 +351,7 @@ class VocabParallelEmbedding(nn.Module):
     """A table of which rank r holds rows [r v/t, (r + 1) v/t): ids outside give zeros, and a sum joins the ranks.
 
     Args:
-        num_embeddings, embedding_dim: v and h of the whole table; t must divide v (the tokenizer's vocabulary is padded).
+        num_embeddings, embedding_dim: v and h of the whole table; t must divide v (the vocabulary is padded so).
         reduce_scatter_embeddings: give each rank its part of the sequence, as sequence parallelism wants it.
         tp_group: None = the registered tensor-parallel group.
     """

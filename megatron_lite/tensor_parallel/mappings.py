@@ -73,66 +73,66 @@ def _own_last(x: Tensor, group: ProcessGroup) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, group):
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         return all_reduced(g, ctx.group, "copy_to backward"), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, group):
         return all_reduced(x, group, "reduce_from forward")
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         return g, None
 
 
 class _ScatterLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, group):
         ctx.group = group
         return _own_last(x, group)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         return _gathered_last(g, ctx.group, "scatter_to backward"), None
 
 
 class _GatherLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, group):
         ctx.group = group
         return _gathered_last(x, group, "gather_from forward")
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         return _own_last(g, ctx.group), None
 
 
 class _ScatterFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, group):
         ctx.group = group
         return _own_first(x, group)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         return gathered_first(g, ctx.group, "scatter_to_sequence backward"), None
 
 
 class _GatherFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group, output_grad_is_split):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, group, output_grad_is_split):
         ctx.group, ctx.output_grad_is_split = group, output_grad_is_split
         return gathered_first(x, group, "gather_from_sequence forward")
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         if ctx.output_grad_is_split:
             return reduce_scattered_first(g, ctx.group, "gather_from_sequence backward"), None, None
         return _own_first(g, ctx.group), None, None
@@ -140,12 +140,12 @@ class _GatherFirst(torch.autograd.Function):
 
 class _ReduceScatterFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, group):
         ctx.group = group
         return reduce_scattered_first(x, group, "reduce_scatter_to_sequence forward")
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         return gathered_first(g, ctx.group, "reduce_scatter_to_sequence backward"), None
 
 

@@ -1,7 +1,7 @@
 """Random numbers by region, and recomputation that draws them again.
 
     region               differs between         used for
-    data-parallel-rng    pipeline stages         dropout on what every tensor-parallel rank holds alike (the default state)
+    data-parallel-rng    pipeline stages         dropout on what every tensor-parallel rank holds alike (default state)
     model-parallel-rng   tensor-parallel ranks   dropout on what is split: attention heads, sequence shards
     expert-parallel-rng  expert ranks            router jitter
 
@@ -220,13 +220,13 @@ class CheckpointFunction(torch.autograd.Function):
     """Keeps the arguments and the random states; backward runs the function again."""
 
     @staticmethod
-    def forward(ctx, run_function, distribute_saved_activations, *args):  # type: ignore[no-untyped-def]
+    def forward(ctx, run_function, distribute_saved_activations, *args):
         ctx.run_function, ctx.state = run_function, _RandomState()
         with torch.no_grad():
             outputs = run_function(*args)
         group = default_group(None)
         ctx.cut = distribute_saved_activations and collectives.group_size(group) > 1
-        if ctx.cut:  # the first argument is equal on all tensor-parallel ranks: each keeps a part
+        if ctx.cut and group is not None:  # the first argument is equal on all tensor-parallel ranks: each keeps a part
             ctx.first_shape = args[0].shape
             part = divide(args[0].numel(), group.size())
             mine = args[0].detach().reshape(-1)[group.rank() * part : (group.rank() + 1) * part].clone()
@@ -237,12 +237,12 @@ class CheckpointFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+    def backward(ctx, *grads):
         args = list(ctx.others)
         for place, tensor in zip(ctx.places, ctx.saved_tensors):
             args[place] = tensor
         if ctx.cut:
-            args[0] = gathered_first(args[0], default_group(None), "saved activations").view(ctx.first_shape)
+            args[0] = gather_split_1d_tensor(args[0]).view(ctx.first_shape)
         needed = ctx.needs_input_grad[2:]
         args = [
             arg.detach().requires_grad_(need) if isinstance(arg, Tensor) else arg for arg, need in zip(args, needed)
@@ -256,7 +256,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """`function(*args)`, remembering only `args`: its activations are computed again in backward, with the same dropout.
+    """`function(*args)`, remembering only `args`: backward computes its activations again, with the same dropout.
 
     Args:
         function: returns a tensor or a tuple; some argument must require a gradient.
@@ -327,7 +327,7 @@ class CheckpointWithoutOutput:
 
 class _WithoutOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, owner, *args):  # type: ignore[no-untyped-def]
+    def forward(ctx, owner, *args):
         ctx.owner = owner
         with torch.no_grad():
             outputs = owner._function(*args)
@@ -335,7 +335,7 @@ class _WithoutOutput(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+    def backward(ctx, *grads):
         return None, *ctx.owner._backward(grads)
 
 

@@ -119,11 +119,13 @@ class DotProductAttention(MegatronModule):
         tp_rank, tp_size = collectives.group_rank(groups.tp), collectives.group_size(groups.tp)
         heads = divide(config.num_attention_heads, tp_size)
         if config.softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
-            self.softmax_offset.shard = split("softmax_offset", (heads,), 0, tp_rank, tp_size)
-            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+            offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            shard = split("softmax_offset", (heads,), 0, tp_rank, tp_size)
+            offset.shard = shard  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(offset, True, 0, 1)
             assert config.init_method is not None
-            set_init(self.softmax_offset, config.init_method, "softmax_offset", self.softmax_offset.shard)
+            set_init(offset, config.init_method, "softmax_offset", shard)
+            self.softmax_offset = offset
         elif config.softmax_type == "off-by-one":
             self.register_buffer("softmax_offset", torch.zeros(heads), persistent=False)
 

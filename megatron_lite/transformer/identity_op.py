@@ -21,6 +21,6 @@ class IdentityOp(nn.Module):
 class IdentityFuncOp(IdentityOp):
     """Returns `IdentityOp`'s forward: stands for functions that return functions, such as bias-dropout-add's."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The identity function."""
         return super().forward

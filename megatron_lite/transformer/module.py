@@ -33,7 +33,7 @@ class MegatronModule(nn.Module):
         """Tell the parts that cache something per step (Transformer Engine's fp8 weights) that a step begins."""
         for module in self.modules():
             if hasattr(module, "is_first_microbatch"):
-                module.is_first_microbatch = True
+                setattr(module, "is_first_microbatch", True)  # noqa: B010  (modules type their attributes as tensors)
 
 
 def conversion_helper(value: Any, conversion: Any) -> Any:
@@ -66,6 +66,7 @@ class Float16Module(MegatronModule):
     def __init__(self, config: ModelParallelConfig, module: nn.Module):
         super().__init__(config)
         assert config.fp16 or config.bf16, "Float16Module wants config.fp16 or config.bf16"
+        self.module: Any
         self._dtype = torch.bfloat16 if config.bf16 else torch.float16
         self.fp16, self.bf16 = config.fp16, config.bf16
         self.module = module.to(self._dtype)
@@ -82,7 +83,7 @@ class Float16Module(MegatronModule):
         return self.module.set_input_tensor(input_tensor)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """The module's forward. Positional and keyword inputs are narrowed on the first stage, outputs widened on the last."""
+        """The module's forward: fp32 inputs are narrowed on the first stage, outputs widened on the last."""
         if self.pre_process:
             inputs = fp32_to_float16(inputs, self.float16_convertor)
             kwargs = {name: fp32_to_float16(value, self.float16_convertor) for name, value in kwargs.items()}

@@ -1,9 +1,9 @@
 """A layer is declared by a spec: which class, with which arguments, over which submodules.
 
     ModuleSpec(module=SelfAttention, params={...},
-               submodules=SelfAttentionSubmodules(linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, ...))
+               submodules=SelfAttentionSubmodules(linear_qkv=ColumnParallelLinear, linear_proj=RowParallelLinear, ...))
 
-`build_module(spec, *args, **kwargs)` makes it: `spec.module(*args, **spec.params, **kwargs, submodules=spec.submodules)`.
+`build_module(spec, *args, **kwargs)` is `spec.module(*args, **spec.params, **kwargs, submodules=spec.submodules)`.
 Swapping a part is naming another class; nothing is subclassed for it.
 """
 
@@ -66,5 +66,4 @@ def build_module(spec_or_module: ModuleSpec | type | Any, *args: Any, **kwargs: 
     try:
         return module(*args, **{**params, **kwargs})
     except TypeError as error:  # almost always a wrong argument: say for which class
-        error.add_note(f"while building {module.__name__}")
-        raise
+        raise TypeError(f"{error} (while building {module.__name__})") from error

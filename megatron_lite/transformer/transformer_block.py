@@ -5,7 +5,7 @@
 
 Recompute (Chen et al. 2016; Korthikanti et al. 2022):
 
-    full, uniform   groups of N layers, the last may be smaller; each group keeps its own input and runs again in backward
+    full, uniform   groups of N layers, the last may be smaller; each group keeps its input and runs again in backward
     full, block     the first N layers of the stage one by one, the rest keeps its activations
     selective       within a layer: core_attn, mlp, layernorm (see TransformerLayer and Attention)
 """
@@ -207,5 +207,5 @@ def _block_submodules(spec: TransformerBlockSubmodules | ModuleSpec, count: int)
     raise ConfigError(
         f"a block of {getattr(module, '__name__', module)}",
         why="a block is made of layers",
-        fix="a ModuleSpec of a TransformerLayer (or of a class that inherits BaseTransformerLayer), or a block's submodules",
+        fix="a ModuleSpec of a TransformerLayer (or an heir of BaseTransformerLayer), or a block's submodules",
     )

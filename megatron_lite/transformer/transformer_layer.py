@@ -7,6 +7,7 @@ x = x + dropout(mlp(norm(x)))
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +28,13 @@ class TransformerLayerSubmodules:
 
     input_layernorm: ModuleSpec | type = IdentityOp
     self_attention: ModuleSpec | type = IdentityOp
-    self_attn_bda: ModuleSpec | type = IdentityFuncOp
+    self_attn_bda: ModuleSpec | type | Callable[..., Any] = IdentityFuncOp
     pre_cross_attn_layernorm: ModuleSpec | type = IdentityOp
     cross_attention: ModuleSpec | type = IdentityOp
-    cross_attn_bda: ModuleSpec | type = IdentityFuncOp
+    cross_attn_bda: ModuleSpec | type | Callable[..., Any] = IdentityFuncOp
     pre_mlp_layernorm: ModuleSpec | type = IdentityOp
     mlp: ModuleSpec | type = IdentityOp
-    mlp_bda: ModuleSpec | type = IdentityFuncOp
+    mlp_bda: ModuleSpec | type | Callable[..., Any] = IdentityFuncOp
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 

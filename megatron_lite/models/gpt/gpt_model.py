@@ -39,7 +39,8 @@ class GPTModel(LanguageModule):
         parallel_output: leave logits split over the vocabulary (for the loss); False gathers them.
         share_embeddings_and_output_weights: one matrix for both ends.
         position_embedding_type: "learned_absolute", "rope" or "none".
-        rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: see RotaryEmbedding.
+        rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: as
+            RotaryEmbedding has them.
         scatter_embedding_sequence_parallel: cut the embedding's output along the sequence under sequence parallelism.
         mtp_block_spec: multi-token prediction: refused until it is built.
         pg_collection: None = the registered groups.
@@ -173,9 +174,10 @@ class GPTModel(LanguageModule):
         rotary = None
         if self.position_embedding_type == "rope":
             held = decoder_input if decoder_input is not None else self.decoder.input_tensor
+            assert held is not None, "a later stage needs set_input_tensor"
             length = self.rotary_pos_emb.get_rotary_seq_len(context, self.decoder, held, self.config, packed_seq_params)
             rotary = self.rotary_pos_emb(length)
-            if held is not None and rotary.device != held.device:
+            if rotary.device != held.device:
                 self.rotary_pos_emb.inv_freq = self.rotary_pos_emb.inv_freq.to(held.device)
                 rotary = self.rotary_pos_emb(length)
         hidden_states = self.decoder(

@@ -68,10 +68,11 @@ class LanguageModelEmbedding(MegatronModule):
             self.tokentype_embeddings = self._table(num_tokentypes)
 
     def _table(self, rows: int) -> nn.Embedding:
-        weight = torch.empty(rows, self.config.hidden_size, dtype=self.config.params_dtype)
-        table = nn.Embedding(rows, self.config.hidden_size, _weight=weight)
-        table.weight.shard = whole("weight", tuple(weight.shape))
-        set_init(table.weight, self.config.embedding_init_method, "weight")
+        table = nn.Embedding(rows, self.config.hidden_size, _weight=torch.empty(rows, self.config.hidden_size))
+        weight = nn.Parameter(table.weight.detach().to(self.config.params_dtype))
+        weight.shard = whole("weight", tuple(weight.shape))  # type: ignore[attr-defined]
+        set_init(weight, self.config.embedding_init_method, "weight")
+        table.weight = weight
         return table
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -40,6 +41,9 @@ class LanguageModule(MegatronModule):
     Args:
         pg_collection: None = the registered groups.
     """
+
+    embedding: Any
+    output_layer: Any
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None):
         super().__init__(config)
@@ -80,11 +84,13 @@ class LanguageModule(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The weight that the first and last stage hold both, on those stages; else None."""
-        if self.pre_process:
-            return self.embedding.word_embeddings.weight
-        if self.post_process:
-            return self.output_layer.weight
-        return None
+        return self._embedding_weight() if self.pre_process else self._output_weight()
+
+    def _embedding_weight(self) -> Any:
+        return self.embedding.word_embeddings.weight if self.pre_process else None
+
+    def _output_weight(self) -> Any:
+        return self.output_layer.weight if self.post_process else None
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark the embedding and the output layer, and, where they are tied over two stages, the copies.
@@ -92,14 +98,13 @@ class LanguageModule(MegatronModule):
         `is_embedding_or_output_parameter`: optimizers may treat them apart. `shared_embedding`: on every stage that
         holds the tied weight (their gradients are summed); `shared`: on the copy, which norms do not count.
         """
-        if self.pre_process:
-            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
-        if self.post_process and self.output_layer.weight is not None:
-            self.output_layer.weight.is_embedding_or_output_parameter = True
+        for weight in (self._embedding_weight(), self._output_weight()):
+            if weight is not None:
+                weight.is_embedding_or_output_parameter = True
         if not self.share_embeddings_and_output_weights or collectives.group_size(self.pg_collection.pp) == 1:
             return
-        if self.pre_process:
-            self.embedding.word_embeddings.weight.shared_embedding = True
-        elif self.post_process:
-            self.output_layer.weight.shared = True
-            self.output_layer.weight.shared_embedding = True
+        weight = self._embedding_weight() if self.pre_process else self._output_weight()
+        if weight is not None:
+            weight.shared_embedding = True
+            if not self.pre_process:
+                weight.shared = True
