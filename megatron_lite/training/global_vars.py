@@ -9,6 +9,11 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite import num_microbatches_calculator as _batches
+from megatron_lite.config import from_namespace
+from megatron_lite.log import print_rank_0
+from megatron_lite.tokenizers.build_tokenizer import build_tokenizer as _build
+from megatron_lite.tokenizers.build_tokenizer import vocab_size_with_padding
+from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -48,6 +53,19 @@ def get_tokenizer() -> Any:
 def set_tokenizer(tokenizer: Any) -> None:
     """Called by start-up."""
     _values["tokenizer"] = tokenizer
+
+
+def build_tokenizer(args: Namespace) -> Any:
+    """The tokenizer of the command line; sets `args.padded_vocab_size`, the rows of the model's embedding."""
+    config = from_namespace(TokenizerConfig, args)
+    tokenizer = _build(config)
+    args.padded_vocab_size = vocab_size_with_padding(tokenizer, config, args.tensor_model_parallel_size)
+    size = tokenizer.vocab_size
+    print_rank_0(
+        f" > padded vocab (size: {size}) with {args.padded_vocab_size - size} dummy tokens "
+        f"(new size: {args.padded_vocab_size})"
+    )
+    return tokenizer
 
 
 def get_timers() -> Timers:

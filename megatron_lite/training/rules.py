@@ -429,6 +429,8 @@ def _derive_shape(args: Namespace) -> None:
         args.ffn_hidden_size = 8 * hidden // 3 // 64 * 64 if args.swiglu else 4 * hidden
     if hidden and heads and args.kv_channels is None and hidden % heads == 0:
         args.kv_channels = hidden // heads
+    if isinstance(args.window_size, list):  # as a checkpoint's JSON has it
+        args.window_size = tuple(args.window_size)
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     if args.apply_query_key_layer_scaling:
