@@ -320,11 +320,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     damage = []
     for name, facts in manifest.get("files", {}).items():
-        file = folder / name
-        if not file.is_file():
-            damage.append(f"{name} is missing")
-        elif file.stat().st_size != facts["size"]:
-            damage.append(f"{name} has {file.stat().st_size} bytes instead of {facts['size']}")
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:  # also when another process deletes the folder at this moment
+            damage.append(f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error.strerror}")
+            continue
+        if size != facts["size"]:
+            damage.append(f"{name} has {size} bytes instead of {facts['size']}")
     if damage:
         raise CheckpointError(
             f"{folder} is damaged: {'; '.join(damage[:5])}" + (f"; and {len(damage) - 5} more" if damage[5:] else ""),
