@@ -49,7 +49,7 @@ class ModelParallelConfig:
 
     # -- kernels
     gradient_accumulation_fusion: bool = False  # on in a run, unless a flag says no: training/configs
-    cross_entropy_loss_fusion: bool = flag(False, "Fused vocabulary-parallel cross entropy: same numbers, less memory.")
+    cross_entropy_loss_fusion: bool = False  # the loss is always computed without a second copy of the logits
     cross_entropy_fusion_impl: str = flag("native", "Whose fused cross entropy.", choices=("native", "te"))
 
     # -- pipeline

@@ -336,7 +336,10 @@ def ddp_config_from_args(args: argparse.Namespace, module: nn.Module | None = No
         module: the model chunk, needed by `--ddp-num-buckets`: a bucket's size is its share of the parameters.
     """
     config = from_namespace(
-        DistributedDataParallelConfig, args, check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad
+        DistributedDataParallelConfig,
+        args,
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+        align_param_gather=False,  # aligned are the stages of an interleaved pipeline
     )
     if config.num_buckets is not None and module is not None:
         parameters = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

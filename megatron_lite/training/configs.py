@@ -56,11 +56,9 @@ class ModelConfig:
     )
 
     # -- the same numbers, faster
-    masked_softmax_fusion: bool = flag(True, "Unfused mask and softmax.", off="--no-masked-softmax-fusion")
     bias_gelu_fusion: bool = flag(True, "Unfused bias and GELU.", off="--no-bias-gelu-fusion")
     bias_swiglu_fusion: bool = flag(True, "Unfused bias and SwiGLU.", off="--no-bias-swiglu-fusion")
     bias_dropout_fusion: bool = flag(True, "Unfused bias, dropout and residual.", off="--no-bias-dropout-fusion")
-    apply_rope_fusion: bool = flag(True, "Unfused rotary positions.", off="--no-rope-fusion")
     gradient_accumulation_fusion: bool = flag(
         True,
         "Do not add weight gradients inside the backward of linear layers.",
@@ -188,9 +186,6 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
     eod_mask_loss: bool = flag(False, "No loss on end-of-document tokens.")
-    create_attention_mask_in_dataloader: bool = flag(
-        True, "Let the attention kernel make the causal mask.", off="--no-create-attention-mask-in-dataloader"
-    )
     mmap_bin_files: bool = flag(True, "Read .bin with ordinary reads.", off="--no-mmap-bin-files")
     data_sharding: bool = flag(
         True,

@@ -20,6 +20,7 @@ from megatron_lite.config import KINDS, Flag, destination
 
 # key -> (what has not landed, what to do now)
 CAPABILITIES = {
+    "activation variants": ("this variant of the activation", "--swiglu, --quick-geglu, --squared-relu or plain GELU"),
     "async save": ("saving in the background", "leave it out: saves are synchronous"),
     "attention variants": ("this variant of attention", "--qk-layernorm, or plain attention"),
     "bert": ("BERT", "pretrain_gpt.py trains GPT"),
@@ -70,6 +71,8 @@ CAPABILITIES = {
 NOTICES = {
     "notice:eager": "steps run without CUDA graphs",
     "notice:fp32 state": "AdamW in torch, its state in fp32",
+    "notice:fused loss": "the loss is always computed without a second copy of the logits",
+    "notice:masks": "the loader makes a mask where --reset-attention-mask needs one, and no other",
     "notice:in place": "weights are made where they stay",
     "notice:nccl": "NCCL keeps its defaults",
     "notice:no extra groups": "there are no extra CPU groups to leave out",

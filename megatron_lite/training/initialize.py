@@ -7,6 +7,7 @@ The launcher's RANK, WORLD_SIZE and LOCAL_RANK decide; the number of devices of 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from argparse import Namespace
@@ -46,6 +47,8 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
     Returns: the registered process groups.
     """
     launch = read_launch()
+    if args.logging_level is not None:
+        logging.basicConfig(level=args.logging_level)
     args.device = choose_device(launch.local_rank)
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)

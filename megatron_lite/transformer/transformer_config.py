@@ -53,8 +53,6 @@ class TransformerConfig(ModelParallelConfig):
     add_qkv_bias: bool = flag(False, "A bias on the query, key and value projection only.")
     gated_linear_unit: bool = False
     activation_func: Callable[[torch.Tensor], torch.Tensor] = None  # type: ignore[assignment]  # None: F.gelu
-    glu_linear_offset: float = flag(0.0, "Added to the linear half of a gated MLP (GPT-OSS: 1.0).")
-    activation_func_clamp_value: float | None = flag(None, "Clamp what enters the activation of --quick-geglu.")
     hidden_dropout: float = flag(0.1, "Dropout after attention, after the MLP and on the embeddings.")
     attention_dropout: float = flag(0.1, "Dropout on the attention weights.")
 
@@ -94,7 +92,7 @@ class TransformerConfig(ModelParallelConfig):
 
     # -- fusions: the same numbers in fewer passes over memory. Flags turn them off: training/configs.
     bias_activation_fusion: bool = False
-    masked_softmax_fusion: bool = False
+    masked_softmax_fusion: bool = False  # this and the next: no such kernels yet, either value gives the same numbers
     bias_dropout_fusion: bool = False
     apply_rope_fusion: bool = False
 
