@@ -298,7 +298,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        if not isinstance(manifest, dict):
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files", {}), dict):
             raise ValueError("not a table")
     except FileNotFoundError:
         raise CheckpointError(
