@@ -329,6 +329,16 @@ class IndexedDatasetBuilder:
             self.sequence_modes.extend(modes if modes is not None else [0] * len(lengths))
         self.end_document()
 
+    def add_documents(self, tokens: np.ndarray, lengths: Sequence[int], sequences: Sequence[int]) -> None:
+        """Many documents: all tokens, the length of every sequence, and the number of sequences of each document."""
+        items = self._cast(tokens)
+        assert sum(lengths) == len(items) and sum(sequences) == len(lengths), (len(items), sum(lengths), sum(sequences))
+        assert self.sequence_modes is None
+        self._write(items)
+        marks = len(self.sequence_lengths) + np.cumsum(sequences, dtype=np.int64)
+        self.sequence_lengths.extend(lengths)
+        self.document_indices.extend(marks.tolist())
+
     def add_index(self, path_prefix: str) -> None:
         """Append a whole pair: equal to having written its documents here."""
         other = IndexedDataset(path_prefix, multimodal=self.multimodal)
