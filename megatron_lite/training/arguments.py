@@ -259,9 +259,16 @@ def validate_args(args: argparse.Namespace, world_size: int | None = None) -> ar
 
 
 def print_args(args: argparse.Namespace) -> None:
-    """The resolved configuration in Megatron's form: a sorted list, one name a line (rank 0)."""
+    """The resolved configuration in Megatron's form: a sorted list, one name a line (rank 0).
+
+    Flags without effect here are left out unless they were typed: 600 lines that say nothing of this run.
+    """
+    silent = {row.flag.dest for row in (*pending(), *refused())} - set(args.typed)
+    silent -= {flag.dest for config in CONFIGS for flag in flags_of(config)}
     print_rank_0("------------------------ arguments ------------------------")
     for name, value in sorted(vars(args).items(), key=lambda item: item[0].lower()):
+        if name in silent:
+            continue
         print_rank_0(f"  {name} {'.' * (48 - len(name))} {value}")
     print_rank_0("-------------------- end of arguments ---------------------")
 

@@ -12,10 +12,14 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from megatron_lite import collectives
+from megatron_lite.checkpointing import check_save_folder
+from megatron_lite.checkpointing.checkpoint import on_rank_0
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import CheckpointError, DataError
 from megatron_lite.log import print_rank_0, rank_and_world_size, warn_rank_0
@@ -83,6 +87,8 @@ def run(
     """The run, after `start`; the arguments are those of `pretrain`."""
     pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     timers = args.timers
+    if args.save:  # a run that cannot save should not begin
+        on_rank_0(lambda: check_save_folder(Path(args.save)), collectives.world())
     append_progress(args, "Starting job")
 
     timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
@@ -167,8 +173,8 @@ class Loop:
     def run(self) -> None:
         """Train to the end or to a reason to stop; then save and evaluate."""
         args = self.args
-        if args.save:
-            save_config(args, args.save)
+        if args.save and rank_and_world_size()[0] == 0:
+            save_config(args, str(Path(args.save) / "config.yaml"))
         if args.skip_train:
             print_rank_0("skipping training (--skip-train is on) ...")
         else:
@@ -249,7 +255,7 @@ class Loop:
         args.iteration = iteration
         args.consumed_train_samples += batch
         args.num_floating_point_operations_so_far += num_floating_point_operations(args, batch)
-        args.loss_scale_now = float(self.optimizer.get_loss_scale().item())
+        args.loss_scale_now = float(self.optimizer.get_loss_scale())
         norm = None
         if args.log_params_norm:
             norm = params_norm(self.model, self.pg_collection)

@@ -21,7 +21,7 @@ from megatron_lite.sharding import whole
 ROOT = Path(__file__).parents[2]
 
 TINY = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
-    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 10 --lr-decay-style cosine
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 1 --lr-decay-style cosine
     --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-workers 0 --log-interval 1 --eval-iters 0
     --attention-dropout 0 --hidden-dropout 0""".split()
 
