@@ -14,41 +14,17 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite import datasets, training
 from megatron_lite.enums import ModelType
 from megatron_lite.log import print_rank_0
-from megatron_lite.models import gpt
-from megatron_lite.transformer import spec_utils
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_lite.models.gpt import GPTModel
 
-def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> gpt.GPTModel:
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
     """The GPT of the command line, or this pipeline stage's part of it."""
-    args = training.get_args()
     print_rank_0("building GPT model ...")
-    config = training.core_transformer_config_from_args(args)
-    if args.spec and args.spec != ["local"]:
-        recipe = spec_utils.import_module(args.spec)
-        layer_spec = recipe if isinstance(recipe, spec_utils.ModuleSpec) else recipe()
-    else:
-        layer_spec = gpt.get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
-    return gpt.GPTModel(
-        config=config,
-        transformer_layer_spec=layer_spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        vp_stage=vp_stage,
-    )
+    return training.gpt_builder(training.get_args(), pre_process, post_process, vp_stage)
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:

@@ -26,6 +26,7 @@ __getattr__, __dir__, __all__ = lazy_face(
         ],
         "data_loading": ["get_blend_and_blend_per_split", "is_dataset_built_on_rank"],
         "entry": ["pretrain"],
+        "gpt_builder": ["gpt_builder"],
         "initialize": ["initialize_megatron", "set_random_seed"],
         "model_setup": ["get_model", "setup_model_and_optimizer"],
         "global_vars": ["get_args", "get_tensorboard_writer", "get_timers", "get_tokenizer"],

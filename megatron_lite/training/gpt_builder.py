@@ -1,0 +1,44 @@
+"""The GPT that arguments describe. For `pretrain_gpt.py`, and for whoever loads what it saved."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
+from megatron_lite.training.arguments import core_transformer_config_from_args
+from megatron_lite.transformer.spec_utils import ModuleSpec, import_module
+
+
+def gpt_builder(
+    args: Namespace, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> GPTModel:
+    """The whole model, or a pipeline stage's part of it.
+
+    Args:
+        args: validated, with `padded_vocab_size` set.
+        pre_process, post_process: this is the first, the last stage.
+        vp_stage: which chunk of the stage.
+    """
+    if args.spec and args.spec != ["local"]:
+        recipe = import_module(args.spec)
+        layer_spec = recipe if isinstance(recipe, ModuleSpec) else recipe()
+    else:
+        layer_spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    return GPTModel(
+        config=core_transformer_config_from_args(args),
+        transformer_layer_spec=layer_spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        vp_stage=vp_stage,
+    )
