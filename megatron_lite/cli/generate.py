@@ -1,0 +1,222 @@
+"""`megatron-lite generate`: prompt -> text, from a checkpoint.
+
+    --load --> arguments, tokenizer, weights of the checkpoint
+    prompt --tokenizer--> ids --model, all at once--> logits --sampling--> id --model, one token--> logits ...
+                                 \\----- keys and values of every layer stay in an InferenceContext -----/
+
+Text goes to standard output as it comes, notes to standard error. The same seed gives the same text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lite.cli.sampling import Sampling, next_token
+from megatron_lite.enums import ModelType
+from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.training import global_vars
+from megatron_lite.training.checkpointing import load_checkpoint
+from megatron_lite.training.entry import read_arguments
+from megatron_lite.training.gpt_builder import gpt_builder
+from megatron_lite.training.initialize import initialize_megatron
+from megatron_lite.training.model_setup import get_model
+from megatron_lite.transformer.inference_context import InferenceContext
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model ready to write.
+
+    Args:
+        model: takes ids and positions `[1, s]`, gives logits `[1, s, v]`.
+        tokenizer: as training had it.
+        context_length: tokens that the model can see, prompt included.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    context_length: int
+    device: torch.device
+
+    def encode(self, prompt: str) -> list[int]:
+        """The prompt's ids; an empty prompt is the start of a document, that is, the end of the one before.
+
+        Raises: ConfigError if it leaves no room in the context.
+        """
+        ids = self.tokenizer.tokenize(prompt)
+        if ids and self.tokenizer.appends_eod:
+            ids = ids[:-1]
+        ids = ids or [self.tokenizer.eod]
+        if len(ids) >= self.context_length:
+            raise ConfigError(
+                f"the prompt has {len(ids)} tokens and the model sees {self.context_length}",
+                why="at least one place must be left for the text to come",
+                fix=f"a prompt of at most {self.context_length - 1} tokens",
+            )
+        return ids
+
+    @torch.inference_mode()
+    def tokens(self, prompt: Sequence[int], limit: int, sampling: Sampling, seed: int) -> Iterator[int]:
+        """The ids that follow, one by one, until the end of the document, `limit`, or a full context.
+
+        The end-of-document id is the last one given out, when the model comes to it.
+        """
+        end = min(len(prompt) + limit, self.context_length)
+        generator = torch.Generator().manual_seed(seed)
+        context = InferenceContext(max_batch_size=1, max_sequence_length=end)
+        new = list(prompt)
+        for length in range(len(prompt), end):
+            ids = torch.tensor([new], device=self.device)
+            positions = torch.arange(length - len(new), length, device=self.device)[None]
+            logits = self.model(ids, positions, None, inference_context=context)
+            context.increment_sequence_len_offset(len(new))
+            token = next_token(logits[0, -1, : self.tokenizer.vocab_size], sampling, generator)
+            yield token
+            if token == self.tokenizer.eod:
+                return
+            new = [token]
+
+    def text(self, prompt: Sequence[int], ids: Iterator[int]) -> Iterator[str]:
+        """The text that the ids add to the prompt, in pieces that are whole characters; without the end of document."""
+        so_far = list(prompt)
+        shown = self.tokenizer.detokenize(so_far)
+        for token in ids:
+            if token == self.tokenizer.eod:
+                break
+            so_far.append(token)
+            text = self.tokenizer.detokenize(so_far)
+            if not text.endswith("\ufffd"):  # else a character of several bytes is not complete yet
+                yield text[len(shown) :]
+                shown = text
+        rest = self.tokenizer.detokenize(so_far)[len(shown) :]
+        if rest:
+            yield rest
+
+
+def load_generator(load: str, flags: Sequence[str] = (), seed: int = 1234) -> Generator:
+    """The model of a checkpoint, built as the arguments inside say.
+
+    Args:
+        load: what `--save` was when it was trained.
+        flags: further flags of training, such as `--ckpt-step 100`, `--bf16` or `--tokenizer-model PATH`.
+    Raises: ConfigError, CheckpointError, DataError.
+    """
+    with redirect_stdout(io.StringIO()):  # the start-up lines of a training run
+        words = ["--load", load, "--use-checkpoint-args", "--no-load-rng", "--no-load-optim", "--micro-batch-size", "1"]
+        args = read_arguments(argv=[*words, "--seed", str(seed), *flags])
+        if args.world_size != 1:
+            raise ConfigError(
+                f"megatron-lite generate was started as {args.world_size} processes",
+                why="it runs in one",
+                fix="start it without torchrun",
+            )
+        global_vars.set_args(args)
+        tokenizer = global_vars.build_tokenizer(args)
+        global_vars.set_tokenizer(tokenizer)
+        groups = initialize_megatron(args)
+
+        def provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
+            return gpt_builder(args, pre_process, post_process)
+
+        (model,) = get_model(provider, ModelType.encoder_or_decoder, args, groups, wrap_with_ddp=False)
+        load_checkpoint([model], None, None)
+        model.eval()
+    return Generator(model, tokenizer, args.max_position_embeddings, args.device)
+
+
+def prompts_of(args: argparse.Namespace) -> list[str]:
+    """The prompts of the command line, or those of a file, one a line."""
+    if args.prompts_file is None:
+        return args.prompt or [""]
+    try:
+        lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(
+            f"cannot read --prompts-file {args.prompts_file}: {problem}", fix="a text file with one prompt a line"
+        ) from None
+    if not lines:
+        raise DataError(f"--prompts-file {args.prompts_file} is empty", fix="one prompt a line")
+    return lines
+
+
+def write(generator: Generator, prompt: str, limit: int, sampling: Sampling, seed: int) -> None:
+    """Prints prompt and continuation as it comes, then a note on why it ended."""
+    ids = generator.encode(prompt)
+    produced: list[int] = []
+    start = time.monotonic()
+
+    def watched() -> Iterator[int]:
+        for token in generator.tokens(ids, limit, sampling, seed):
+            produced.append(token)
+            yield token
+
+    print(prompt, end="", flush=True)
+    for piece in generator.text(ids, watched()):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    if produced and produced[-1] == generator.tokenizer.eod:
+        reason = "the model ended the document"
+    elif len(produced) < limit:
+        reason = f"the model's context of {generator.context_length} tokens is full"
+    else:
+        reason = "as many as asked for"
+    rate = len(produced) / max(time.monotonic() - start, 1e-9)
+    print(f"[{len(produced)} tokens: {reason}; {rate:.0f} tokens/s]", file=sys.stderr, flush=True)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The verb's own flags; all others are those of training."""
+    parser = argparse.ArgumentParser(
+        "megatron-lite generate",
+        description="Prompt -> text, from a checkpoint. Training's flags, such as --ckpt-step or --bf16, work too.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--load", required=True, metavar="DIR", help="the folder that --save named")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or several (default: the start of a document)")
+    which.add_argument("--prompts-file", type=Path, metavar="FILE", help="one prompt a line")
+    add("--num-tokens-to-generate", type=int, default=128, metavar="N", help="at most (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="below 1 likelier, above 1 wilder text; 0: greedy")
+    add("--top_k", "--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens (0: all)")
+    add(
+        "--top_p",
+        "--top-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="draw among the likeliest with this sum (0: all)",
+    )
+    add("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
+    add(
+        "--random-seed", type=int, default=1234, metavar="N", help="the same seed, the same text (default: %(default)s)"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb."""
+    args, flags = build_parser().parse_known_args(list(argv))
+    sampling = Sampling(temperature=0.0 if args.greedy else args.temperature, top_k=args.top_k, top_p=args.top_p)
+    if args.num_tokens_to_generate < 1:
+        raise ConfigError(f"--num-tokens-to-generate {args.num_tokens_to_generate}", fix="1 or more")
+    if args.random_seed < 1:
+        raise ConfigError(f"--random-seed {args.random_seed}", why="seeds are positive", fix="--random-seed 1234")
+    prompts = prompts_of(args)
+    generator = load_generator(args.load, flags, args.random_seed)
+    for number, prompt in enumerate(prompts):
+        if number:
+            print("-" * 40)
+        write(generator, prompt, args.num_tokens_to_generate, sampling, args.random_seed)
+    return 0
