@@ -155,7 +155,7 @@ class Row:
     def concerns(self, value: object) -> bool:
         if self.values:
             return str(value) in self.values
-        return value != self.flag.default
+        return value not in (self.flag.default, [self.flag.default])
 
 
 @cache
