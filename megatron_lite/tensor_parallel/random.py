@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
@@ -224,6 +224,9 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.run_function, ctx.state = run_function, _RandomState()
         with torch.no_grad():
             outputs = run_function(*args)
+        # A layer may return its bias: autograd must not make the parameter itself an output of this function.
+        if isinstance(outputs, tuple):
+            outputs = tuple(y.detach() if isinstance(y, nn.Parameter) else y for y in outputs)
         group = default_group(None)
         ctx.cut = distribute_saved_activations and collectives.group_size(group) > 1
         if ctx.cut and group is not None:  # the first argument is equal on all tensor-parallel ranks: each keeps a part
