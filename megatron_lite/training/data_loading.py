@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_lite import collectives
@@ -157,4 +158,6 @@ def _loader(dataset: Dataset, consumed: int, args: Namespace, pg_collection: Pro
         num_workers=args.num_workers,
         pin_memory=args.device.type == "cuda",
         persistent_workers=args.num_workers > 0,
+        # Making an iterator draws a number: from here, or a resumed run's dropout would differ from then on.
+        generator=torch.Generator().manual_seed(args.seed),
     )
