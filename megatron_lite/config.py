@@ -276,5 +276,9 @@ def from_namespace(config: type[Config], args: argparse.Namespace, **values: Any
 
 
 def did_you_mean(word: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known spellings closest to a mistyped one, best first; at most `count`, none when nothing is close."""
-    return difflib.get_close_matches(word, list(known), n=count, cutoff=0.7)
+    """The known spellings closest to a mistyped one, best first; at most `count`, none when nothing is close.
+
+    Capitals do not count.
+    """
+    by_lower = {spelling.lower(): spelling for spelling in known}
+    return [by_lower[match] for match in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.7)]

@@ -26,7 +26,7 @@ from megatron_lite.checkpointing.checkpoint_config import CheckpointConfig
 from megatron_lite.config import Flag, flags_of, from_namespace
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_lite.errors import ConfigError
-from megatron_lite.log import once, print_rank_0, warn_rank_0
+from megatron_lite.log import print_rank_0, warn_rank_0
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
 from megatron_lite.training import command_line, config_files, rules
@@ -167,8 +167,8 @@ def parse_args(
     args.rank, args.world_size, args.local_rank = launch.rank, launch.world_size, launch.local_rank
     if problems:
         raise command_line.joined(problems)
-    for notice in notices + _notices(args):
-        once(notice)
+    for notice in dict.fromkeys(notices + _notices(args)):
+        print_rank_0(notice)
     return args
 
 

@@ -35,7 +35,7 @@ def strip_stray_quotes(words: Iterable[str]) -> list[str]:
     """
     result: list[str] = []
     pieces: list[str] = []
-    quote = ""
+    quote = opening = ""
     for word in words:
         if pieces:
             pieces.append(word)
@@ -51,12 +51,12 @@ def strip_stray_quotes(words: Iterable[str]) -> list[str]:
             if value.endswith(quote):
                 result.append(front + value[1:-1])
             else:
-                pieces = [front + value[1:]]
+                pieces, opening = [front + value[1:]], word
         elif value[:1] in ("'", '"'):
-            quote, pieces = value, [front]
+            quote, pieces, opening = value, [front], word
         else:
             result.append(word)
-    return result + pieces
+    return [*result, opening, *pieces[1:]] if pieces else result  # never closed: left as it is
 
 
 def take_config_files(words: list[str]) -> tuple[list[str], list[str]]:

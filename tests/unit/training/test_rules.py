@@ -1,0 +1,298 @@
+"""Rules across flags: a broken one is named with flags, values, reason and fix; what follows is filled in."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_lite.errors import ConfigError
+from megatron_lite.training import rules
+from megatron_lite.training.arguments import parse_args, validate_args
+
+BASE = {
+    "--num-layers": "2",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "32",
+    "--max-position-embeddings": "32",
+    "--micro-batch-size": "2",
+    "--global-batch-size": "8",
+    "--train-iters": "10",
+    "--lr": "1e-3",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "100",
+}
+
+
+def resolve(flags: str = "", *, without: str = "", world_size: int = 1) -> Namespace:
+    words = [word for name, value in BASE.items() if name not in without.split() for word in (name, value)]
+    return validate_args(parse_args([*words, *flags.split()]), world_size)
+
+
+# flags that are added, flags that are left out, and words of the message
+BROKEN = [
+    # batch
+    ("", "--micro-batch-size", ["--micro-batch-size is missing"]),
+    ("--micro-batch-size 0", "", ["--micro-batch-size 0"]),
+    ("--global-batch-size 0", "", ["--global-batch-size 0"]),
+    ("--global-batch-size 9", "", ["--global-batch-size 9", "--micro-batch-size 2", "--global-batch-size 10"]),
+    ("--global-batch-size 1 --decrease-batch-size-if-needed", "", ["nothing is left"]),
+    ("--rampup-batch-size 2 4 100", "", ["--rampup-batch-size 2 4 100", "8"]),
+    ("--rampup-batch-size 3 5 100", "", ["batch size 3", "--micro-batch-size 2"]),
+    ("--rampup-batch-size 8 2 100", "", ["--rampup-batch-size 8 2 100"]),
+    ("--rampup-batch-size 2 2 0", "", ["--rampup-batch-size 2 2 0"]),
+    ("--step-batch-size-schedule 0:4,1K:6", "", ["--global-batch-size 8", "6"]),
+    ("--step-batch-size-schedule 1K:4,2K:8", "", ["0", "1K:4"]),
+    ("--step-batch-size-schedule 0:4,x:8", "", ["x:8"]),
+    ("--step-batch-size-schedule 0:3,1K:8", "", ["batch size 3"]),
+    ("--step-batch-size-schedule 0:8 --decrease-batch-size-if-needed", "", ["--decrease-batch-size-if-needed"]),
+    ("--step-batch-size-schedule 0:8 --rampup-batch-size 2 2 10", "", ["--rampup-batch-size and --step"]),
+    # length and schedule
+    ("", "--train-iters", ["neither --train-iters nor --train-samples"]),
+    ("--train-samples 10", "", ["--train-iters 10 and --train-samples 10"]),
+    ("--lr-decay-samples 10", "", ["--lr-decay-samples 10", "--train-iters 10"]),
+    ("--lr-warmup-samples 10", "", ["--lr-warmup-samples 10"]),
+    ("--train-samples 80 --lr-decay-iters 5", "--train-iters", ["--lr-decay-iters 5"]),
+    ("--train-samples 80 --lr-warmup-iters 5", "--train-iters", ["--lr-warmup-iters 5"]),
+    ("--lr-warmup-fraction .1 --lr-warmup-iters 2", "", ["--lr-warmup-fraction 0.1", "--lr-warmup-iters 2"]),
+    ("--lr-warmup-iters 10", "", ["a warm-up of 10 in a schedule of 10"]),
+    ("--lr-warmup-fraction 1", "", ["a warm-up of 10.0"]),
+    ("--min-lr 1", "", ["--min-lr 1.0 with --lr 0.001"]),
+    ("--min-lr -1", "", ["--min-lr -1.0"]),
+    ("--lr-warmup-init 1", "", ["--lr-warmup-init 1.0"]),
+    ("", "--lr", ["--lr is missing"]),
+    ("--decoupled-min-lr 1", "", ["--decoupled-min-lr 1.0 without --decoupled-lr"]),
+    ("--lr-decay-style WSD", "", ["--lr-wsd-decay-iters N"]),
+    ("--start-weight-decay 0.1", "", ["--start-weight-decay 0.1", "constant"]),
+    ("--weight-decay-incr-style cosine", "", ["--weight-decay-incr-style cosine", "None"]),
+    (
+        "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
+        "",
+        ["--start-weight-decay 0.2 --end-weight-decay 0.1"],
+    ),
+    (
+        "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+        "",
+        ["--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler"],
+    ),
+    # shape
+    ("", "--num-layers", ["--num-layers is missing"]),
+    ("", "--hidden-size", ["--hidden-size is missing"]),
+    ("", "--num-attention-heads", ["--num-attention-heads is missing"]),
+    ("", "--max-position-embeddings", ["--max-position-embeddings is missing"]),
+    ("", "--seq-length", ["--seq-length is missing"]),
+    ("--encoder-num-layers 2", "", ["--num-layers 2 and --encoder-num-layers 2"]),
+    ("--encoder-seq-length 32", "", ["--seq-length 32 and --encoder-seq-length 32"]),
+    ("--hidden-size 63", "", ["--hidden-size 63 with --num-attention-heads 4", "--kv-channels"]),
+    ("--group-query-attention --num-query-groups 3", "", ["--num-query-groups 3"]),
+    ("--seq-length 64", "", ["--seq-length 64 with --max-position-embeddings 32", "--max-position-embeddings 64"]),
+    ("--swiglu --squared-relu", "", ["--swiglu, --squared-relu"]),
+    ("--no-position-embedding", "", ["--no-position-embedding with --position-embedding-type learned_absolute"]),
+    ("--no-rope-freq 3", "", ["--no-rope-freq 3 with --num-layers 2"]),
+    ("--no-rope-freq [0,1,1]", "", ["--no-rope-freq has 3 entries"]),
+    ("--window-size 4,0 --window-attn-skip-freq [1]", "", ["--window-attn-skip-freq has 1 entries"]),
+    ("--window-attn-skip-freq 2", "", ["--window-size"]),
+    ("--use-rope-scaling", "", ["--use-rope-scaling with --position-embedding-type learned_absolute"]),
+    ("--rotary-percent 1.5", "", ["--rotary-percent 1.5"]),
+    ("--hidden-dropout 1", "", ["--hidden-dropout 1.0"]),
+    ("--seed 0", "", ["--seed 0"]),
+    # numbers
+    ("--fp16 --bf16", "", ["--fp16 and --bf16"]),
+    ("--fp16-lm-cross-entropy", "", ["--fp16-lm-cross-entropy without --fp16"]),
+    ("--fp32-residual-connection", "", ["--fp32-residual-connection"]),
+    ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "", ["--grad-reduce-in-bf16"]),
+    ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "", ["--cross-entropy-fusion-impl native"]),
+    ("--ddp-bucket-size 5 --ddp-num-buckets 5", "", ["--ddp-bucket-size 5 and --ddp-num-buckets 5"]),
+    ("--ddp-num-buckets 0", "", ["--ddp-num-buckets 0"]),
+    ("--ddp-average-in-collective --calculate-per-token-loss", "", ["--ddp-average-in-collective"]),
+    # recompute
+    ("--recompute-granularity full", "", ["--recompute-method uniform --recompute-num-layers 1"]),
+    ("--recompute-granularity selective --recompute-method block", "", ["--recompute-method block"]),
+    ("--recompute-num-layers 2", "", ["--recompute-num-layers 2"]),
+    ("--recompute-modules mlp", "", ["--recompute-granularity selective"]),
+    (
+        "--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "",
+        ["--recompute-activations with"],
+    ),
+    # data and tokenizer
+    ("--mock-data --data-path x", "", ["--mock-data and --data-path"]),
+    ("--train-data-path x --data-path x", "", ["--data-path and --train-data-path"]),
+    ("--data-args-path x --data-path x", "", ["--data-path and --data-args-path"]),
+    ("--data-path x --split 1,2,3,4", "", ["--split 1,2,3,4", "4 numbers"]),
+    ("--data-path x --split 0,0,0", "", ["--split 0,0,0"]),
+    ("--data-path x --split=-1,2", "", ["negative"]),
+    ("--tokenizer-type SentencePieceTokenizer", "", ["without --tokenizer-model"]),
+    ("", "--vocab-size", ["--tokenizer-type NullTokenizer without --vocab-size"]),
+    # checkpoints, logging, exit
+    ("--save x", "", ["--save x with --save-interval None"]),
+    ("--save x --save-interval 0", "", ["--save-interval 0"]),
+    ("--save x --save-interval 4 --save-retain-interval 6", "", ["--save-retain-interval 6 with --save-interval 4"]),
+    ("--use-checkpoint-args", "", ["--use-checkpoint-args without --load"]),
+    ("--ckpt-step 3", "", ["--ckpt-step 3 without --load"]),
+    ("--exit-on-missing-checkpoint", "", ["--exit-on-missing-checkpoint without --load"]),
+    ("--eval-iters -1", "", ["--eval-iters -1"]),
+    ("--eval-interval 0", "", ["--eval-interval 0"]),
+    ("--log-interval 0", "", ["--log-interval 0"]),
+    ("--wandb-project x", "", ["--wandb-exp-name"]),
+    ("--profile --profile-step-start 5 --profile-step-end 5", "", ["--profile-step-end 5"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "without", "found"), BROKEN, ids=[flags or without for flags, without, _ in BROKEN])
+def test_a_broken_rule_is_told_with_flags_values_and_fix(flags: str, without: str, found: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(flags, without=without)
+    text = str(error.value)
+    assert all(word in text for word in found), text
+    assert "why: " in text and "fix: " in text
+
+
+def test_the_base_of_these_cases_breaks_nothing() -> None:
+    assert resolve().global_batch_size == 8
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"^4 problems with the flags") as error:
+        resolve("--hidden-size 63 --train-samples 3 --save x --fp16 --bf16")
+    for number, words in enumerate(("--train-iters", "--fp16", "--save", "--hidden-size"), start=1):
+        assert any(line.startswith(f"{number:3d}. ") and words in line for line in str(error.value).splitlines())
+
+
+def test_every_rule_of_the_tables_is_broken_by_some_case_here() -> None:
+    """A rule that nothing can break, or that nobody tried, may be wrong in silence."""
+    told: set[str] = set()
+    for flags, without, _ in [*BROKEN, *MORE]:
+        words = [word for name, value in BASE.items() if name not in without.split() for word in (name, value)]
+        args = parse_args([*words, *flags.split()])
+        for table in (rules.GIVEN, rules.DERIVED):
+            told |= {rule.what for rule in table if rule.error(args)}
+            rules.derive(args)
+    positive = {f"--{name} {{{name.replace('-', '_')}}}" for name in POSITIVE.split()}
+    all_rules = {rule.what for table in (rules.GIVEN, rules.DERIVED) for rule in table}
+    assert {what for what in all_rules - told - positive if not what.startswith("world size")} == set()
+
+
+# Plain lower bounds: the ones below are tried together in `test_counts_have_a_lower_bound`.
+POSITIVE = (
+    "num-layers hidden-size num-attention-heads ffn-hidden-size kv-channels num-query-groups max-position-embeddings "
+    "seq-length make-vocab-size-divisible-by tensorboard-log-interval exit-interval exit-duration-in-mins "
+    "train-samples rotary-seq-len-interpolation-factor ckpt-step distributed-timeout-minutes ddp-bucket-size "
+    "pipeline-model-parallel-size context-parallel-size expert-model-parallel-size tensor-model-parallel-size"
+)
+MORE: list[tuple[str, str, list[str]]] = [
+    ("--train-iters -1 --num-workers -1 --manual-gc-interval -1 --vocab-extra-ids -1", "", []),
+    ("--lr -1 --lr-warmup-init -1 --lr-warmup-iters -1 --lr-warmup-samples -1", "", []),
+    ("--use-checkpoint-opt_param-scheduler --no-load-optim --attention-dropout -1", "", []),
+    ("--decoupled-lr 0.1 --decoupled-min-lr 0.2", "", []),
+    ("--kv-channels 0 --micro-batch-size 0", "", []),
+]
+
+
+def test_counts_have_a_lower_bound() -> None:
+    names = [name for name in POSITIVE.split() if "parallel" not in name]
+    args = parse_args([word for name in names for word in (f"--{name}", "0")])
+    told = {str(error.what) for error in rules.broken(rules.GIVEN, args)}
+    assert {f"--{name} 0" for name in names} <= told
+
+
+def test_C143_a_world_that_is_no_number_of_model_copies_is_refused() -> None:
+    """The message names the product that does not fit."""
+    args = parse_args([])
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size = 2, 2, 6
+    rules.derive(args)
+    errors = [str(error) for error in rules.broken(rules.DERIVED, args)]
+    assert any(
+        "world size 6" in text and "--tensor-model-parallel-size 2" in text and "4 ranks" in text for text in errors
+    )
+
+
+def test_C050_a_schedule_that_would_not_be_read_is_refused() -> None:
+    for flags in ("--no-load-optim", "--finetune"):
+        with pytest.raises(ConfigError, match="--use-checkpoint-opt_param-scheduler"):
+            resolve(f"--use-checkpoint-opt_param-scheduler --load x {flags}")
+
+
+# ----------------------------------------------------------------------------------------------------------- derived
+@pytest.mark.parametrize(
+    ("flags", "without", "world_size", "derived"),
+    [
+        ("", "", 1, {"data_parallel_size": 1, "ffn_hidden_size": 256, "kv_channels": 16, "encoder_num_layers": 2}),
+        ("", "", 4, {"data_parallel_size": 4}),
+        ("", "--global-batch-size", 4, {"global_batch_size": 8}),
+        (
+            "--encoder-num-layers 3 --encoder-seq-length 16",
+            "--num-layers --seq-length",
+            1,
+            {"num_layers": 3, "seq_length": 16},
+        ),
+        ("--swiglu", "", 1, {"ffn_hidden_size": 128}),  # int(4 * 64 * 2/3 / 64) * 64
+        ("--hidden-size 4096 --swiglu", "", 1, {"ffn_hidden_size": 10880}),
+        ("--kv-channels 24", "", 1, {"kv_channels": 24}),
+        ("--train-samples 83", "--train-iters", 1, {"train_iters": 10}),
+        # 2, 4, 6 over 60 samples, 20 each; then full steps: 10 + 5 + 4 steps see 20 + 20 + 24; 136 left: 17 steps
+        ("--train-samples 200 --rampup-batch-size 2 2 60", "--train-iters", 1, {"train_iters": 36}),
+        # thresholds in tokens: 64 tokens are 2 samples of 32; one step of 2, then (82 - 2) / 8
+        ("--train-samples 82 --step-batch-size-schedule 0:2,64:8", "--train-iters", 1, {"train_iters": 11}),
+        ("--step-batch-size-schedule 0:2,64:8", "--global-batch-size", 1, {"global_batch_size": 8}),
+        ("--weight-decay 0.3", "", 1, {"start_weight_decay": 0.3, "end_weight_decay": 0.3}),
+        ("--recompute-activations", "", 1, {"recompute_granularity": "selective"}),
+        ("--apply-query-key-layer-scaling", "", 1, {"attention_softmax_in_fp32": True}),
+        ("--disable-bias-linear", "", 1, {"bias_gelu_fusion": False, "add_qkv_bias": False}),
+        ("", "", 1, {"add_qkv_bias": True, "apply_rope_fusion": False}),
+        ("--position-embedding-type rope", "", 1, {"apply_rope_fusion": True}),
+        ("--data-path x", "", 1, {"split": "969, 30, 1"}),
+        ("--data-path x --split 80/10/10", "", 1, {"split": "80/10/10"}),
+        ("", "", 1, {"dataloader_type": "single"}),
+        ("--bf16", "", 1, {"accumulate_allreduce_grads_in_fp32": True}),
+        ("--bf16 --grad-reduce-in-bf16", "", 1, {"accumulate_allreduce_grads_in_fp32": False}),
+        ("--fp16", "", 1, {"check_for_nan_in_loss_and_grad": False}),
+        ("--fp16 --loss-scale 128", "", 1, {"check_for_nan_in_loss_and_grad": True}),
+        ("--skip-train", "--lr --train-iters", 1, {"no_load_optim": True, "train_iters": 0}),
+        ("--rampup-batch-size 2 2 60", "", 1, {"train_iters": 10}),
+    ],
+)
+def test_what_follows_from_flags_is_filled_in(
+    flags: str, without: str, world_size: int, derived: dict[str, object]
+) -> None:
+    args = resolve(flags, without=without, world_size=world_size)
+    assert {name: getattr(args, name) for name in derived} == derived
+
+
+def test_steps_that_are_no_multiple_may_be_rounded_down() -> None:
+    assert resolve("--global-batch-size 9 --decrease-batch-size-if-needed").global_batch_size == 9
+
+
+def test_C053_the_ramp_of_the_report_is_accepted() -> None:
+    flags = "--rampup-batch-size 16 8 300000 --global-batch-size 1024 --micro-batch-size 8"
+    assert resolve(flags).rampup_batch_size == [16, 8, 300000]
+
+
+def test_a_schedule_may_repeat_its_last_size_as_the_global_batch() -> None:
+    """Megatron's own GPT-3 script passes both, and its own check refuses them."""
+    flags = "--step-batch-size-schedule 0:384,3B:768,12B:1536 --global-batch-size 1536"
+    assert resolve(flags).global_batch_size == 1536
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--data-path x", "--split is not given"),
+        ("--fp16", "dynamic loss scaling"),
+        ("--skip-train", "--no-load-optim"),
+        ("--lr-decay-iters 8", "at its minimum from 8 on"),  # C046
+    ],
+)
+def test_what_a_user_may_not_expect_is_warned_of(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    resolve(flags)
+    assert words in capsys.readouterr().err
+    resolve()
+    assert capsys.readouterr().err == ""
+
+
+def test_C046_a_decay_that_ends_before_training_does_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    resolve("--train-iters 220 --lr-warmup-iters 22 --lr-decay-style cosine --lr-decay-iters 198")
+    assert "includes the warm-up" in capsys.readouterr().err
+    resolve("--train-iters 220 --lr-warmup-iters 22 --lr-decay-style cosine --lr-decay-iters 220")
+    assert capsys.readouterr().err == ""
