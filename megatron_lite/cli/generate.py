@@ -113,8 +113,9 @@ def load_generator(load: str, flags: Sequence[str] = (), seed: int = 1234) -> Ge
     Raises: ConfigError, CheckpointError, DataError.
     """
     with redirect_stdout(io.StringIO()):  # the start-up lines of a training run
-        words = ["--load", load, "--use-checkpoint-args", "--no-load-rng", "--no-load-optim", "--micro-batch-size", "1"]
-        args = read_arguments(argv=[*words, "--seed", str(seed), *flags])
+        words = ["--load", load, "--use-checkpoint-args", "--no-load-rng", "--no-load-optim", "--seed", str(seed)]
+        words += ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]  # asked of every run, used by none here
+        args = read_arguments(argv=[*words, *flags])
         if args.world_size != 1:
             raise ConfigError(
                 f"megatron-lite generate was started as {args.world_size} processes",

@@ -73,6 +73,7 @@ def train_valid_test_num_samples(args: Namespace) -> list[int | None]:
         evaluations = 1
     else:
         evaluations = args.train_iters // args.eval_interval + 1
+    evaluations += args.eval_before_training
     return [train, evaluations * evaluation, evaluation]
 
 

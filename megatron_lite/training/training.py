@@ -196,6 +196,8 @@ class Loop:
         if args.manual_gc:
             gc.disable()
             gc.collect()
+        if args.eval_before_training and args.iteration == 0 and self.valid_data is not None:
+            self._evaluate(self.valid_data, "iteration 0")
         print_datetime("before the start of training step")
         self.log.start_interval()
         try:
