@@ -206,7 +206,7 @@ class ValidationConfig:
     eval_iters: int = flag(100, "Batches of an evaluation.", unit="iterations")
     eval_interval: int | None = flag(None, "Evaluate every N iterations. Default: at the end only.", unit="iterations")
     eval_before_training: bool = flag(
-        False, "Evaluate before the first step too: what the untrained model is worth (ours, Megatron has no such flag)."
+        False, "Evaluate before the first step too: what the untrained model is worth. Not in Megatron."
     )
     skip_train: bool = flag(False, "Evaluate only.")
 
