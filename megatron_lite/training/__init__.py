@@ -29,6 +29,15 @@ __getattr__, __dir__, __all__ = lazy_face(
         "gpt_builder": ["gpt_builder"],
         "initialize": ["initialize_megatron", "set_random_seed"],
         "model_setup": ["get_model", "setup_model_and_optimizer"],
-        "global_vars": ["get_args", "get_tensorboard_writer", "get_timers", "get_tokenizer"],
+        "global_vars": [
+            "get_args",
+            "get_num_microbatches",
+            "get_tensorboard_writer",
+            "get_timers",
+            "get_tokenizer",
+            "get_wandb_writer",
+            "print_rank_0",
+            "print_rank_last",
+        ],
     },
 )

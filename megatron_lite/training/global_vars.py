@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite import num_microbatches_calculator as _batches
 from megatron_lite.config import from_namespace
-from megatron_lite.log import print_rank_0
+from megatron_lite.log import print_rank_0, print_rank_last
 from megatron_lite.tokenizers.build_tokenizer import build_tokenizer as _build
 from megatron_lite.tokenizers.build_tokenizer import vocab_size_with_padding
 from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from megatron_lite.timers import Timers
+
+__all__ = ["print_rank_0", "print_rank_last"]  # of the ground; users' scripts look for them here
 
 _values: dict[str, Any] = {}
 
