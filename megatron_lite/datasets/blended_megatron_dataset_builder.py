@@ -37,7 +37,7 @@ class BlendedMegatronDatasetBuilder:
         sizes: samples asked for train, valid and test; None: one epoch.
         is_built_on_rank: does this rank need datasets? Others take part in `build` and get None.
         config: the blends and options.
-        group: the ranks that call `build` together; None: this one is alone.
+        group: the ranks that call `build` together; None: all of the run, as in Megatron.
         is_index_builder: makes this rank the index files, while the others wait? Default: the first rank of `group`.
             Where nodes share no folder, let one rank of each node do it.
     """
@@ -54,12 +54,15 @@ class BlendedMegatronDatasetBuilder:
     ):
         if len(sizes) != len(Split) or any(size is not None and size < 0 for size in sizes):
             raise ConfigError(f"sizes {sizes} of train, valid and test", why="three numbers of 0 or more, or None")
-        self.cls, self.config, self.group = cls, config, group
+        self.cls, self.config = cls, config
+        self.group = collectives.world() if group is None else group
         self.sizes = list(sizes)
         if config.full_validation:
             self.sizes[Split.valid.value] = None
         self.is_built_on_rank = is_built_on_rank
-        self.is_index_builder = collectives.group_rank(group) == 0 if is_index_builder is None else is_index_builder
+        self.is_index_builder = (
+            collectives.group_rank(self.group) == 0 if is_index_builder is None else is_index_builder
+        )
 
     def build(self) -> list[TopLevelDataset]:
         """[train, valid, test]: a mid-level dataset, a blend, a list (valid with `multiple_validation_sets`) or None.

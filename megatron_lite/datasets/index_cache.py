@@ -79,14 +79,16 @@ class IndexCache:
         try:
             if Path(self._path("description.txt")).read_text("utf-8") != self.description:
                 return None, False
+            try:
+                noted = Path(self._path("options.json")).read_text("utf-8")
+            except (FileNotFoundError, UnicodeDecodeError):
+                noted = ""
             arrays = tuple(_mapped(self._path(f"{name}.npy")) for name in names)
+            # Noted before the arrays were opened, looked at after: files that another process put there meanwhile
+            # are of another time.
+            return arrays, noted == self._options_text(names)
         except (OSError, ValueError, EOFError):  # not there, or torn
             return None, False
-        try:
-            trusted = Path(self._path("options.json")).read_text("utf-8") == self._options_text(names)
-        except (OSError, ValueError):
-            trusted = False
-        return arrays, trusted
 
     def _options_text(self, names: tuple[str, ...]) -> str:
         files = {name: os.stat(self._path(f"{name}.npy")) for name in names}

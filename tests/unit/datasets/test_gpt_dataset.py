@@ -1,0 +1,348 @@
+"""Masks, positions, padding and caches of GPTDataset."""
+
+import json
+import multiprocessing
+import os
+import time
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.datasets.gpt_dataset import GPTDataset, MockGPTDataset, masks_and_positions
+from megatron_lite.datasets.index_cache import IndexCache
+from megatron_lite.errors import ConfigError, DataError
+from tests.unit.datasets.corpora import EOD, Words, build, config, numbered, write_corpus
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([EOD, 5]), min_size=1, max_size=12))
+@example([EOD, 5, EOD, EOD, 5, EOD])
+def test_resets_equal_segments_counted_token_by_token(tokens):
+    """Boundaries at the first and last place and two in a row: an EOD belongs to the document that it ends."""
+    loss_mask, positions, mask = masks_and_positions(np.array(tokens), EOD, True, True, True, True)
+    segment, start, segments, expected = 0, 0, [], []
+    for i, token in enumerate(tokens):
+        segments.append(segment)
+        expected.append(i - start)
+        if token == EOD:
+            segment, start = segment + 1, i + 1
+    assert positions.tolist() == expected
+    assert loss_mask.tolist() == [float(token != EOD) for token in tokens]
+    for query in range(len(tokens)):
+        for key in range(len(tokens)):
+            assert mask[0, query, key] == (key > query or segments[key] != segments[query])
+
+
+def test_C031_document_boundary_options():
+    loss_mask, positions, mask = masks_and_positions(np.array([10, 11, EOD, 20]), EOD, True, True, True, True)
+    assert positions.tolist() == [0, 1, 2, 0]
+    assert loss_mask.tolist() == [1, 1, 0, 1]
+    assert mask[0, 3].tolist() == [True, True, True, False]
+
+
+def test_C030_end_of_document_targets_are_trained_where_pad_is_eos(tmp_path, capsys):
+    prefix = write_corpus(tmp_path / "c", numbered(4))
+    plain = build(([prefix], None), split="0,1,0", drop_last_partial_validation_sequence=False)[1]
+    same = build(
+        ([prefix], None), split="0,1,0", drop_last_partial_validation_sequence=False, tokenizer=Words(pad=EOD)
+    )[1]
+    assert "it is not taken for padding" in capsys.readouterr().err
+    trained = 0
+    for i in range(len(same)):
+        sample = same[i]
+        np.testing.assert_array_equal(sample["loss_mask"], plain[i]["loss_mask"])
+        trained += int(sample["loss_mask"][sample["labels"] == EOD].sum())
+    assert trained == 4  # every end of a document
+
+
+def test_ambiguous_pad_counts_when_told_to(tmp_path):
+    prefix = write_corpus(tmp_path / "c", numbered(4))
+    dataset = build(([prefix], None), tokenizer=Words(pad=EOD), allow_ambiguous_pad_tokens=True)[0]
+    unpadded = build(([prefix], None))[0]
+    for i in range(len(dataset)):
+        np.testing.assert_array_equal(dataset[i]["loss_mask"], unpadded[i]["labels"] != EOD)
+
+
+@pytest.mark.parametrize("extra", [True, False])
+def test_partial_validation_sample_is_padded_without_loss(tmp_path, extra):
+    """No token is lost, and padding has neither loss nor the look of a token."""
+    prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
+    dataset = build(
+        ([prefix], None),
+        split="0,1,0",
+        drop_last_partial_validation_sequence=False,
+        add_extra_token_to_sequence=extra,
+    )[1]
+    assert len(dataset) == 2
+    last = dataset[int(np.flatnonzero(dataset.shuffle_index == 1)[0])]
+    assert last["tokens"].tolist() == [9, 10, 11, 0, 0, 0, 0, 0]
+    assert last["labels"].tolist() == [10, 11, 0, 0, 0, 0, 0, 0]
+    assert last["loss_mask"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_empty_last_document_does_not_break_the_partial_sample(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [[1, 2, 3], []])
+    for seed in range(4):  # the empty document comes last in some order
+        dataset = build(([prefix], None), split="0,1,0", drop_last_partial_validation_sequence=False, random_seed=seed)[
+            1
+        ]
+        assert dataset[0]["tokens"].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+        assert dataset[0]["loss_mask"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_sample_does_not_depend_on_what_was_read_before(tmp_path):
+    """A cached mask that is edited in place would carry one sample's padding into the next."""
+    prefix = write_corpus(tmp_path / "c", [[7, 3, 7, 5, 6, 7, 7, 8, 9, 7, 11, 12, 13, 7, 7, 16, 17, 18]])
+    options = {"tokenizer": Words(pad=7), "create_attention_mask": True}
+    alone = build(([prefix], None), **options)[0][1]
+    dataset = build(([prefix], None), **options)[0]
+    dataset[0]["loss_mask"][:] = 5
+    dataset[0]["position_ids"][:] = 5
+    after = dataset[1]
+    for field, values in alone.items():
+        np.testing.assert_array_equal(after[field], values, err_msg=field)
+
+
+def test_attention_mask_is_made_only_when_asked(tmp_path):
+    prefix = write_corpus(tmp_path / "c", numbered(4))
+    assert "attention_mask" not in build(([prefix], None))[0][0]
+    mask = build(([prefix], None), create_attention_mask=True)[0][0]["attention_mask"]
+    assert mask.shape == (1, 8, 8) and mask.dtype == bool
+    np.testing.assert_array_equal(mask[0], np.triu(np.ones((8, 8), bool), 1))
+
+
+def test_long_sequences_make_no_square_of_themselves():
+    """A sample of a million tokens: its mask would take a terabyte."""
+    dataset = build(None, (1, 0, 0), cls=MockGPTDataset, sequence_length=1_000_000)[0]
+    assert dataset[0]["tokens"].shape == (1_000_000,)
+
+
+def test_resetting_the_mask_without_making_it_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="reset-attention-mask"):
+        config(([str(tmp_path)], None), reset_attention_mask=True)
+
+
+def test_boundary_options_must_be_given(tmp_path):
+    with pytest.raises(ConfigError, match="eod_mask_loss"):
+        config(([str(tmp_path)], None), eod_mask_loss=None)
+
+
+def test_empty_split_with_samples_asked_names_it(tmp_path):
+    prefix = write_corpus(tmp_path / "c", numbered(3))
+    with pytest.raises(DataError, match=f"test split of {prefix}.*5 samples"):
+        build(([prefix], None), (None, None, 5), split="969,30,1")
+    assert len(build(([prefix], None), (None, None, None), split="969,30,1")[2]) == 0
+    assert len(build(([prefix], None), (None, None, 0), split="969,30,1")[2]) == 0
+
+
+def test_C023_report_says_tokens_epochs_and_warns(tmp_path, capsys):
+    prefix = write_corpus(tmp_path / "c", [list(range(1, 63))] * 10)
+    build(([prefix], None), (100, None, None), sequence_length=1024)
+    said = capsys.readouterr()
+    assert "166 epochs of 620 tokens" in said.out
+    assert "fewer than one sample" in said.err
+
+
+def test_C025_healthy_data_gives_no_warning(tmp_path, capsys):
+    prefix = write_corpus(tmp_path / "c", numbered(40))
+    assert len(build(([prefix], None), (100, None, None))[0]) >= 100
+    assert capsys.readouterr().err == ""
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=10).filter(lambda sizes: sum(sizes) > 0),
+    st.integers(1, 12),
+    st.integers(0, 60),
+)
+def test_every_sample_asked_for_can_be_read(tmp_path_factory, sizes, s, wanted):
+    """Any documents, lengths and counts: enough samples, each token drawn as often as the epochs say or once less."""
+    starts = np.concatenate([[1], 1 + np.cumsum(sizes)])
+    documents = [list(range(start, start + size)) for start, size in zip(starts, sizes)]
+    prefix = write_corpus(tmp_path_factory.mktemp("c") / "c", documents)
+    dataset = build(([prefix], None), (wanted, None, None), sequence_length=s)[0]
+    assert len(dataset) >= wanted and sorted(dataset.shuffle_index) == list(range(len(dataset)))
+    counts = np.zeros(sum(sizes) + 1, int)
+    for i in range(len(dataset)):
+        sample = dataset[i]
+        assert (sample["labels"][:-1] == sample["tokens"][1:]).all() and sample["loss_mask"].all()
+        np.add.at(counts, sample["tokens"], 1)
+    assert counts[0] == 0 and counts.sum() == len(dataset) * s
+    assert counts[1:].max() <= dataset.num_epochs
+    assert counts.sum() > dataset.num_epochs * sum(sizes) - s - 1  # only the tail of the last epoch is left out
+
+
+# -- mock data ------------------------------------------------------------------------------------------------------
+
+
+def test_mock_data_counts_up_and_ends():
+    mock = build(None, (10, 5, 5), cls=MockGPTDataset, sequence_length=2048)
+    low = mock[0].dataset
+    assert mock[0].config.split == "1,1,1" and all(len(part) >= 5 for part in mock)
+    assert (
+        low.sequence_lengths.tolist()[:3] == np.random.default_rng(0).integers(1, 4096, 100000, np.int32).tolist()[:3]
+    )
+    whole = low.get(3)
+    assert len(whole) == low.sequence_lengths[3] and whole[-1] == EOD
+    np.testing.assert_array_equal(whole[:-1], np.arange(1, len(whole)) % Words.vocab_size)
+    np.testing.assert_array_equal(low.get(3, 5, 7), whole[5:12])
+    np.testing.assert_array_equal(low.get(3, 5), whole[5:])
+
+
+# -- caches ---------------------------------------------------------------------------------------------------------
+
+
+def arrays(dataset: GPTDataset) -> list[list]:
+    return [dataset.document_index.tolist(), dataset.sample_index.tolist(), dataset.shuffle_index.tolist()]
+
+
+def cached(prefix, cache, **options):
+    return build(([prefix], None), (30, None, None), path_to_cache=str(cache), **options)[0]
+
+
+def test_cache_lies_beside_the_corpus_by_default(tmp_path):
+    prefix = write_corpus(tmp_path / "c", numbered(9))
+    dataset = build(([prefix], None), (30, None, None))[0]
+    folder = tmp_path / "c" / "cache" / "GPTDataset_indices"
+    assert f"{dataset.unique_description_hash}-GPTDataset-train-document_index.npy" in os.listdir(folder)
+    assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
+
+
+def test_megatrons_cache_is_used_as_it_is(tmp_path):
+    """A cache without our options file: its files stay untouched when they are right."""
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    first = cached(prefix, cache)
+    next(cache.glob("*-options.json")).unlink()
+    before = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    second = cached(prefix, cache)
+    assert not second.built_anew_on_cache_miss and arrays(second) == arrays(first)
+    assert {name: (cache / name).stat().st_mtime_ns for name in before} == before
+    assert next(cache.glob("*-options.json"))
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our-cache", "megatrons-cache"])
+def test_cache_made_without_extra_token_is_not_used_with_it(tmp_path, ours):
+    """Both have one name; the wrong one would train wrong labels and read past the end of a document."""
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    right = arrays(cached(prefix, tmp_path / "other"))
+    without = cached(prefix, cache, add_extra_token_to_sequence=False)
+    if not ours:
+        next(cache.glob("*-options.json")).unlink()
+    dataset = cached(prefix, cache)
+    assert dataset.unique_description == without.unique_description
+    assert dataset.built_anew_on_cache_miss and arrays(dataset) == right
+    assert arrays(cached(prefix, cache)) == right
+
+
+def test_cache_with_the_other_drop_option_is_not_used(tmp_path):
+    prefix = write_corpus(tmp_path / "c", numbered(9))
+    options = {"split": "0,1,0", "path_to_cache": str(tmp_path / "cache")}
+    assert len(build(([prefix], None), **options)[1]) == 10
+    assert len(build(([prefix], None), **options, drop_last_partial_validation_sequence=False)[1]) == 10
+    prefix = write_corpus(tmp_path / "d", [list(range(1, 20))])
+    assert len(build(([prefix], None), **options)[1]) == 2
+    assert len(build(([prefix], None), **options, drop_last_partial_validation_sequence=False)[1]) == 3
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our-cache", "megatrons-cache"])
+def test_C028_cache_of_a_replaced_corpus_is_not_used(tmp_path, ours):
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    cached(prefix, cache)
+    if not ours:
+        next(cache.glob("*-options.json")).unlink()
+    write_corpus(tmp_path / "c", [list(range(100, 105)), list(range(200, 230)), [1]])
+    dataset = cached(prefix, cache)
+    assert dataset.built_anew_on_cache_miss
+    tokens = {int(token) for i in range(len(dataset)) for token in dataset[i]["tokens"]}
+    assert tokens <= {1, *range(100, 105), *range(200, 230)}
+
+
+@pytest.mark.parametrize("torn", ["document_index.npy", "sample_index.npy", "shuffle_index.npy", "description.txt"])
+@pytest.mark.parametrize("how", ["cut", "gone", "empty"])
+def test_torn_cache_is_built_again(tmp_path, torn, how):
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    right = arrays(cached(prefix, cache))
+    path = next(cache.glob(f"*-{torn}"))
+    if how == "gone":
+        path.unlink()
+    else:
+        os.truncate(path, 0 if how == "empty" else path.stat().st_size - 3)
+    dataset = cached(prefix, cache)
+    assert dataset.built_anew_on_cache_miss and arrays(dataset) == right
+    assert not cached(prefix, cache).built_anew_on_cache_miss
+
+
+def test_changed_bytes_inside_an_array_are_noticed(tmp_path):
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    right = arrays(cached(prefix, cache))
+    path = next(cache.glob("*-sample_index.npy"))
+    data = bytearray(path.read_bytes())
+    data[-4] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns + 1))
+    assert arrays(cached(prefix, cache)) == right
+
+
+def test_failure_between_two_files_leaves_a_cache_that_does_not_load(tmp_path, monkeypatch):
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    right = arrays(cached(prefix, tmp_path / "other"))
+    cached(prefix, cache, add_extra_token_to_sequence=False)
+    write = np.save
+    calls = []
+
+    def fails(file, *args, **kwargs):
+        calls.append(file)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        write(file, *args, **kwargs)
+
+    monkeypatch.setattr(np, "save", fails)
+    with pytest.raises(DataError, match="No space left") as error:
+        cached(prefix, cache)
+    assert "--data-cache-path" in error.value.fix
+    monkeypatch.undo()
+    assert not list(cache.glob("*.tmp"))
+    dataset = cached(prefix, cache)
+    assert dataset.built_anew_on_cache_miss and arrays(dataset) == right
+
+
+def _build_in_a_process(prefix, cache, extra, results):
+    dataset = cached(prefix, cache, add_extra_token_to_sequence=extra)
+    results.put((extra, arrays(dataset)))
+
+
+def test_two_processes_at_once_each_get_their_own_right_arrays(tmp_path):
+    """Also when both options share the name of the cache."""
+    prefix = write_corpus(tmp_path / "c", numbered(60))
+    right = {x: arrays(cached(prefix, tmp_path / str(x), add_extra_token_to_sequence=x)) for x in (True, False)}
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_build_in_a_process, args=(prefix, tmp_path / "cache", x, results))
+        for x in (True, True, False, True)
+    ]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        extra, got = results.get(timeout=60)
+        assert got == right[extra]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    prefix = write_corpus(tmp_path / "c", numbered(9))
+    with pytest.raises(DataError, match="cannot write the index cache"):
+        cached(prefix, tmp_path / "file" / "cache")
+
+
+def test_options_file_names_what_the_description_does_not(tmp_path):
+    cache = IndexCache(str(tmp_path), "stem", "text", {"x": 1})
+    cache.load_or_build(("a",), lambda: (np.arange(3),))
+    noted = json.loads((tmp_path / "stem-options.json").read_text())
+    assert noted["options"] == {"x": 1} and list(noted["files"]) == ["a"]
+    assert (tmp_path / "stem-description.txt").read_text() == "text"
