@@ -89,6 +89,7 @@ def get_optimizer_param_scheduler(optimizer: MegatronOptimizer, args: Namespace)
         anneal = args.lr_wsd_decay_samples
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
+    print_rank_0(f"> learning rate decay style: {args.lr_decay_style}")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,

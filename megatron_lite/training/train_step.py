@@ -12,7 +12,7 @@ Evaluation always divides all sums by all tokens, so its number does not depend 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,9 @@ def train_step(
     for chunk in model:
         chunk.zero_grad_buffer()  # type: ignore[operator]
     optimizer.zero_grad()
-    reports = get_forward_backward_func()(
+    if args.check_for_nan_in_loss_and_grad:
+        forward_step_func = _checked(forward_step_func, get_num_microbatches(), iteration)
+    reports = _forward_backward(iteration)(
         forward_step_func=forward_step_func,
         data_iterator=data_iterator,
         model=model,
@@ -76,8 +78,6 @@ def train_step(
         forward_only=False,
         pg_collection=pg_collection,
     )
-    if args.check_for_nan_in_loss_and_grad:
-        check_losses(reports, iteration)
     if args.empty_unused_memory_level >= 1 and args.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -92,6 +92,41 @@ def train_step(
         torch.cuda.empty_cache()
     losses = average_losses(reports, pg_collection, per_token=args.calculate_per_token_loss)
     return StepResult(losses, not succeeded, learning_rate, grad_norm, num_zeros)
+
+
+def _forward_backward(iteration: int) -> Callable[..., Reports]:
+    """The schedule's function, whose failures name the iteration."""
+
+    def run(**arguments: Any) -> Reports:
+        try:
+            return get_forward_backward_func()(**arguments)
+        except RankFailure as failure:
+            if "iteration" in failure.what:
+                raise
+            what = f"iteration {iteration}, {failure.what}"
+            raise RankFailure(what, why=failure.why, fix=failure.fix) from failure
+
+    return run
+
+
+def _checked(forward_step_func: ForwardStep, num_microbatches: int, iteration: int) -> ForwardStep:
+    """`forward_step_func`, whose losses are looked at once a step: with the last micro-batch, before its backward sends
+    gradients to other ranks, so that a NaN is found where it arose and the device is waited for only once."""
+    reports: list[dict[str, Value]] = []
+
+    def step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        output, loss_func = forward_step_func(data_iterator, model)
+
+        def checked(output: Tensor) -> Any:
+            result = loss_func(output)
+            reports.append(result[-1])
+            if len(reports) == num_microbatches:
+                check_losses(reports, iteration)
+            return result
+
+        return output, checked
+
+    return step
 
 
 def check_losses(reports: Reports, iteration: int) -> None:

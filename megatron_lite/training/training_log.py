@@ -186,8 +186,8 @@ class TrainingLog:
             self.scalar("iteration-time", seconds, iteration)
             if args.log_throughput:
                 self.scalar("throughput", throughput, iteration)
-            if self.writer:
-                self.timers.write(_TIMERS, self.writer, iteration, normalizer=args.log_interval)
+            if at_interval:
+                self.timers.write(_TIMERS, self.writer, iteration, normalizer=args.log_interval, reset=False)
         if self._report_memory:
             self._report_memory = False
             print_memory(iteration, args.device, self.pg_collection)

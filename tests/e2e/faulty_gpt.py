@@ -1,6 +1,7 @@
 """pretrain_gpt with a fault that can be chosen: a user's own script, with flags of its own."""
 
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron_lite import training
 from megatron_lite.enums import ModelType
+from megatron_lite.training import launch
 
 calls = 0
 
@@ -20,6 +22,7 @@ def add_flags(parser):
     group.add_argument("--fault", choices=("nan-loss", "nan-grad", "no-tokens", "uneven-masks"), default=None)
     group.add_argument("--fault-call", type=int, default=None, help="forward pass of training, from 1; default: all")
     group.add_argument("--fault-rank", type=int, default=0)
+    group.add_argument("--started-minutes-ago", type=float, default=None, help="pretend it at the first batch")
     return parser
 
 
@@ -27,6 +30,8 @@ def forward_step(data_iterator, model):
     """pretrain_gpt's, spoilt."""
     global calls
     args = training.get_args()
+    if args.started_minutes_ago is not None:
+        launch._PROGRAM_START = time.time() - 60 * args.started_minutes_ago
     losses, loss_func = pretrain_gpt.forward_step(data_iterator, model)
     mask = loss_func.args[0]
     if losses.requires_grad:
