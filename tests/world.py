@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lite import collectives, process_groups_config
+from megatron_lite import collectives, log, process_groups_config
 
 
 class World:
@@ -93,6 +93,7 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     """A rank's life: join the world, then answer calls until the test session is over."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    log.set_rank(rank, size)
     pipe.send("up")
     with suppress(EOFError):
         while True:
