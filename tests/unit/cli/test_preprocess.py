@@ -1,0 +1,265 @@
+"""JSONL to pairs: order, bytes and failures do not depend on the number of workers, and nothing is lost silently."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli import main as cli
+from megatron_lite.cli import preprocess as verb
+from megatron_lite.cli import train_tokenizer
+from megatron_lite.cli.jsonl import read_blocks
+from megatron_lite.datasets.indexed_dataset import IndexedDataset
+from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.tokenizers.byte_level import ByteTokenizer
+from megatron_lite.tokenizers.sentencepiece import SentencePieceTokenizer
+from tests.unit.tokenizers.test_tokenizers import write_hf
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+BYTES = ["--tokenizer-type", "ByteTokenizer"]
+
+
+def write(path, records):
+    lines = [record if isinstance(record, bytes) else json.dumps(record).encode() for record in records]
+    (gzip.open if path.suffix == ".gz" else open)(path, "wb").write(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+def run(tmp_path, *words, output="out"):
+    return verb.main(["--output-prefix", str(tmp_path / output), *words])
+
+
+def sequences(tmp_path, key="text", output="out"):
+    return [part.tolist() for part in IndexedDataset(str(tmp_path / f"{output}_{key}_document"))[:]]
+
+
+def outputs(tmp_path):
+    return sorted(path.name for path in tmp_path.iterdir() if "json" not in path.name)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_C001_empty_text_is_counted_and_disturbs_nothing(tmp_path, capsys, place, workers):
+    records = [{"text": "1 2"}, {"text": "3"}]
+    records.insert(place, {"text": ""})
+    source = write(tmp_path / "in.jsonl", records)
+    assert run(tmp_path, "--input", source, "--append-eod", "--workers", workers, *NULL) == 0
+    assert sequences(tmp_path) == [[1, 2, 100], [3, 100]]
+    marks = [0, 1, 2]
+    marks.insert(place + 1, marks[place])  # as Megatron has it: the document is there, without a sequence
+    assert IndexedDataset(str(tmp_path / "out_text_document")).document_indices.tolist() == marks
+    assert "1 empty record," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (b'{"txt": "5"}', "no key 'text'"),
+        (b'{"text": "5', "not JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"text": 5}', "neither a text nor a list"),
+        (b'{"text": "\xff"}', "not JSON"),
+        (b'{"text": "101"}', "'101' is not an id"),
+        (b'{"text": "\\ud800"}', "surrogate"),
+    ],
+)
+def test_C005_bad_line_stops_with_file_number_and_reason_or_is_counted(tmp_path, capsys, bad, reason, workers):
+    good = [{"text": str(i)} for i in range(4)]
+    source = write(tmp_path / "in.jsonl", [*good[:2], bad, *good[2:]])
+    with pytest.raises(DataError, match=f"in.jsonl, line 3: .*{reason}"):
+        run(tmp_path, "--input", source, "--workers", workers, *NULL)
+    assert outputs(tmp_path) == []
+    assert run(tmp_path, "--input", source, "--workers", workers, "--skip-bad-lines", *NULL) == 0
+    assert sequences(tmp_path) == [[0], [1], [2], [3]]
+    said = capsys.readouterr()
+    assert "1 skipped" in said.out and "line 3" in said.err
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n\n", b'{"text": ""}\n{"text": ""}\n', b'{"text": []}\n'])
+def test_C006_nothing_written_is_a_failure(tmp_path, content):
+    (tmp_path / "in.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match="nothing was written"):
+        run(tmp_path, "--input", str(tmp_path / "in.jsonl"), *BYTES)
+    assert outputs(tmp_path) == []
+
+
+def test_C007_tokenizer_without_an_end_token_fails_before_the_first_record(tmp_path):
+    source = write(tmp_path / "in.jsonl", [b"this line would fail"])
+    folder = write_hf(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="hf has no eos token") as error:
+        run(tmp_path, "--input", source, "--append-eod", "--tokenizer-type=HuggingFaceTokenizer",
+            "--tokenizer-model", folder)  # fmt: skip
+    assert "--append-eod" in error.value.why
+
+
+@pytest.mark.parametrize(
+    ("named", "adds", "ids"),
+    [
+        ({"eos_token": "</s>"}, None, [[0, 1, 2], [4, 2]]),
+        ({"eos_token": "</s>"}, "$A </s>", [[0, 1, 2], [4, 2]]),  # C008: the tokenizer ends texts itself
+        ({"eos_token": "</s>", "bos_token": "</s>"}, "</s> $A", [[2, 0, 1, 2], [2, 4, 2]]),  # C009: bos is eos
+    ],
+    ids=["plain", "C008", "C009"],
+)
+def test_C008_C009_every_document_ends_with_one_end_token(tmp_path, named, adds, ids):
+    source = write(tmp_path / "in.jsonl", [{"text": "hello world"}, {"text": "a"}])
+    folder = write_hf(tmp_path / "hf", named=named, adds=adds)
+    flags = ["--tokenizer-type=HuggingFaceTokenizer", "--tokenizer-model", folder]
+    assert run(tmp_path, "--input", source, "--append-eod", "--workers", "2", *flags) == 0
+    assert sequences(tmp_path) == ids
+
+
+def test_C016_shards_gzipped_or_not_in_their_order(tmp_path):
+    for i in range(5):
+        write(tmp_path / f"s{i}.jsonl{'.gz' if i % 2 else ''}", [{"text": f"{i} {j}"} for j in range(3)])
+    assert run(tmp_path, "--input", str(tmp_path / "s*"), "--workers", "2", *NULL) == 0
+    assert sequences(tmp_path) == [[i, j] for i in range(5) for j in range(3)]
+    swapped = [str(tmp_path / "s3.jsonl.gz"), str(tmp_path / "s0.jsonl")]
+    assert run(tmp_path, "--input", *swapped, *NULL) == 0
+    assert sequences(tmp_path) == [[i, j] for i in (3, 0) for j in range(3)]
+
+
+def test_several_keys_and_lists_are_all_written(tmp_path):
+    """Lists are sequences of one document; empty ones are left out; the end goes to the last."""
+    source = write(
+        tmp_path / "in.jsonl",
+        [
+            {"text": "1", "more": ["2 3", "", "4"]},
+            {"text": ["5", "6", ""], "more": []},
+            {"more": "7", "text": ""},
+        ],
+    )
+    assert run(tmp_path, "--input", source, "--json-keys", "text", "more", "--append-eod", "--workers=2", *NULL) == 0
+    assert sequences(tmp_path) == [[1, 100], [5], [6, 100]]
+    assert sequences(tmp_path, "more") == [[2, 3], [4, 100], [7, 100]]
+    marks = [
+        IndexedDataset(str(tmp_path / f"out_{key}_document")).document_indices.tolist() for key in ("text", "more")
+    ]
+    assert marks == [[0, 1, 3, 3], [0, 2, 2, 3]]
+
+
+def test_worker_count_does_not_change_a_byte(tmp_path, monkeypatch):
+    """Also with a trained SentencePiece model, and with blocks so small that workers overtake each other."""
+    monkeypatch.setattr(verb, "read_blocks", lambda files: read_blocks(files, 500))
+    texts = [Path(verb.__file__).read_text("utf-8")[i * 37 :][: 40 * (i % 9)] for i in range(150)]
+    source = write(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    model = str(tmp_path / "code.model")
+    assert train_tokenizer.main(["--input", source, "--output", model, "--vocab-size", "400"]) == 0
+    written = []
+    for workers in ("1", "2", "3"):
+        flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model, "--append-eod"]
+        assert run(tmp_path, "--input", source, "--workers", workers, *flags, output=workers) == 0
+        written.append([(tmp_path / f"{workers}_text_document.{e}").read_bytes() for e in ("bin", "idx")])
+    assert written[0] == written[1] == written[2]
+    tokenizer = SentencePieceTokenizer(model)
+    read = [tokenizer.detokenize(ids[:-1]) for ids in sequences(tmp_path, output="2")]
+    assert read == [text for text in texts if text]
+
+
+def test_type_follows_the_size_of_the_vocabulary(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"text": "65498 3"}])
+    for size, itemsize in (("65498", 2), ("65499", 4)):
+        assert run(tmp_path, "--input", source, "--tokenizer-type", "NullTokenizer", "--vocab-size", size) == 0
+        pair = IndexedDataset(str(tmp_path / "out_text_document"))
+        assert pair.index.dtype.itemsize == itemsize and pair[0].tolist() == [65498, 3]
+
+
+def test_progress_and_summary_count(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(verb, "read_blocks", lambda files: read_blocks(files, 100))
+    source = write(tmp_path / "in.jsonl", [{"text": "1 2"}] * 50)
+    assert run(tmp_path, "--input", source, "--log-interval", "10", "--workers", "1", *NULL) == 0
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert len(lines) == 5 and all(line.startswith("Processed ") and line.endswith(" MB/s).") for line in lines)
+    assert "50 documents, 50 sequences, 100 tokens" in said.out
+
+
+class _Dies(ByteTokenizer):
+    """A tokenizer whose process is killed by one word."""
+
+    def tokenize(self, text):
+        if text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().tokenize(text)
+
+
+def test_worker_that_dies_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(verb, "build_tokenizer", lambda config: _Dies())  # the workers are forks: they have it, too
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "die"}])
+    with pytest.raises(DataError, match="a worker process died"):
+        run(tmp_path, "--input", source, "--workers", "2", *BYTES)
+    assert outputs(tmp_path) == []
+
+
+def test_killed_run_leaves_the_old_pair_or_nothing_that_loads(tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"text": "abc " * 2000}] * 20000)
+    command = [sys.executable, "-m", "megatron_lite", "preprocess", "--input", source, "--workers", "1"]
+    process = subprocess.Popen([*command, "--output-prefix", str(tmp_path / "out"), *BYTES], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not any(p.suffix == ".tmp" and p.stat().st_size for p in tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+    process.kill()
+    process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert not IndexedDataset.exists(str(tmp_path / "out_text_document"))
+    assert all(name.endswith(".tmp") for name in outputs(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--split-sentences"], "--split-sentences has not landed yet"),
+        (["--partitions", "2"], "--partitions 2 has not landed yet"),
+        (["--keep-sequential-samples"], "--keep-sequential-samples has not landed yet"),
+        (["--vocab-file", "x"], "--vocab-file has not landed yet"),
+        (["--append-eos"], "did you mean --append-eod"),
+        (["--workers", "0"], "--workers 0"),
+        (["--workers", "x"], "invalid int value"),
+        (["--json-keys", "text", "text"], "names a key twice"),
+    ],
+)
+def test_flags_that_cannot_be_followed_stop_the_run(tmp_path, words, message):
+    source = write(tmp_path / "in.jsonl", [{"text": "1"}])
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, "--input", source, *NULL, *words)
+    assert outputs(tmp_path) == []
+
+
+def test_obsolete_flag_says_that_it_has_no_effect(tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", [{"text": "1"}])
+    assert run(tmp_path, "--input", source, "--dataset-impl", "mmap", *NULL) == 0
+    assert "--dataset-impl has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nothere.jsonl", "in.jsonl.zst"])
+def test_input_that_cannot_be_read_is_named(tmp_path, name):
+    (tmp_path / "in.jsonl.zst").write_bytes(b"x")
+    with pytest.raises(DataError, match=name):
+        run(tmp_path, "--input", str(tmp_path / name), *BYTES)
+
+
+def test_torn_gzip_is_named(tmp_path):
+    source = tmp_path / "in.jsonl.gz"
+    write(source, [{"text": str(i)} for i in range(3000)])
+    source.write_bytes(source.read_bytes()[:-2000])
+    with pytest.raises(DataError, match="in.jsonl.gz"):
+        run(tmp_path, "--input", str(source), *BYTES)
+    assert outputs(tmp_path) == []
+
+
+def test_verb_turns_errors_into_text_and_status(tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", [b"x"])
+    words = ["preprocess", "--input", source, "--output-prefix", str(tmp_path / "o")]
+    assert cli.main([*words, *BYTES]) == 1
+    assert "line 1" in capsys.readouterr().err
+    assert cli.main([*words, "--tokenizer-type", "GPT2BPETokenizer"]) == 2
+    assert "has not landed yet" in capsys.readouterr().err
+    assert cli.main(["train-tokenizer", "--input", source, "--output", str(tmp_path / "m")]) == 1
+    assert "line 1" in capsys.readouterr().err
