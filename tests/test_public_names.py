@@ -1,4 +1,4 @@
-"""The names that Megatron's users import, at Megatron's paths, with its arguments: `megatron.core.x` is `megatron_lite.x`.
+"""The names that Megatron's users import, at its paths, with its arguments: `megatron.core.x` is `megatron_lite.x`.
 
 A script ports by replacing the package's name, so a name, a path or an argument that moves breaks somebody.
 """
@@ -55,8 +55,8 @@ NAMES: dict[str, dict[str, str]] = {
     "optimizer_param_scheduler": {
         "OptimizerParamScheduler": (
             "optimizer init_lr max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd "
-            "wd_incr_steps wd_incr_style use_checkpoint_opt_param_scheduler override_opt_param_scheduler wsd_decay_steps "
-            "lr_wsd_decay_style"
+            "wd_incr_steps wd_incr_style use_checkpoint_opt_param_scheduler override_opt_param_scheduler "
+            "wsd_decay_steps lr_wsd_decay_style"
         )
     },
     "timers": {"Timers": "log_level log_option"},
@@ -138,15 +138,15 @@ NAMES: dict[str, dict[str, str]] = {
     "models.gpt": {
         "GPTModel": (
             "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
-            "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
-            "rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel seq_len_interpolation_factor "
-            "pg_collection vp_stage"
+            "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
+            "rotary_percent rotary_base rope_scaling rope_scaling_factor "
+            "scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection vp_stage"
         )
     },
     "models.gpt.gpt_model": {"GPTModel": "config transformer_layer_spec vocab_size max_sequence_length"},
     "models.gpt.gpt_layer_specs": {
         "get_gpt_layer_local_spec": "num_experts moe_grouped_gemm qk_layernorm",
-        "get_gpt_layer_with_transformer_engine_spec": "num_experts moe_grouped_gemm qk_layernorm",
+        "get_gpt_layer_with_transformer_engine_spec": "",
     },
     "models.common.language_module.language_module": {"LanguageModule": "config pg_collection"},
     "models.common.embeddings.language_model_embedding": {

@@ -365,3 +365,13 @@ def test_tokenizer_and_checkpoint_configs_follow_the_flags() -> None:
         True,
         None,
     )
+
+
+CONFIG_FILES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIG_FILES, ids=lambda file: file.name)
+def test_the_files_that_we_ship_resolve(file: Path) -> None:
+    """With the files of the user's own added, which a shipped file cannot know."""
+    args = validate_args(parse_args(["--config", str(file), "--data-path", "x", "--tokenizer-model", "y"]))
+    assert args.global_batch_size and args.train_iters and args.typed
