@@ -5,7 +5,7 @@
        v                                                                              flag_aliases
     argparse over every Flag (configs, pending and refused tables, the script's own)
        v
-    Namespace --validate_args--> derived values, all broken rules at once             rules
+    Namespace --validate_args--> derived values, all broken rules at once             derived, rules
        v
     core_transformer_config_from_args(args), optimizer_config_from_args(args), ...
 
@@ -29,7 +29,7 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.log import print_rank_0, warn_rank_0
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
-from megatron_lite.training import command_line, config_files, rules
+from megatron_lite.training import command_line, config_files, derived, rules
 from megatron_lite.training.configs import RUN_CONFIGS
 from megatron_lite.training.flag_aliases import translate
 from megatron_lite.training.flag_tables import CAPABILITIES, NOTICES, PENDING_VALUES, REASONS, pending, refused
@@ -236,7 +236,7 @@ def validate_args(args: argparse.Namespace, world_size: int | None = None) -> ar
     if world_size is not None:
         args.world_size = world_size
     problems = rules.broken(rules.GIVEN, args)
-    notices, warnings = rules.derive(args)
+    notices, warnings = derived.derive(args)
     problems += rules.broken(rules.DERIVED, args)
     if problems:
         raise command_line.joined(problems)

@@ -1,8 +1,7 @@
-"""The rules across flags, as one table; and what flags imply, as one function.
+"""The rules across flags, as one table.
 
-    GIVEN      hold for what was typed         --train-iters or --train-samples, not both
-    derive     fills in what follows           global batch = micro-batch * dp
-    DERIVED    hold for the outcome            global batch a multiple of micro-batch * dp
+    GIVEN      hold for what was typed                       --train-iters or --train-samples, not both
+    DERIVED    hold for the outcome of `derived.derive`      global batch a multiple of micro-batch * dp
 
 A row tells when it is broken and, as templates over the arguments' names, what was found, why it cannot be, and what to
 type instead. `broken` reports all rows at once. A rule over one config's fields sits in that config instead; rows here
@@ -13,12 +12,12 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_batch_size_schedule
+from megatron_lite.training.derived import horizon, problem_of_batch
 
 
 @dataclass(frozen=True)
@@ -377,184 +376,7 @@ def _problem_of_split(split: str) -> str:
     return "all shares are 0" if sum(shares) <= 0 else ""
 
 
-# -------------------------------------------------------------------------------------------------------- what follows
-def derive(args: Namespace) -> tuple[list[str], list[str]]:
-    """Fills in what follows from the flags, as far as they make sense.
-
-    Returns: lines to print, and warnings.
-    """
-    notices: list[str] = []
-    warnings: list[str] = []
-    _derive_layout(args, warnings)
-    _derive_shape(args)
-    _derive_batch(args, notices)
-    _derive_length(args)
-    _derive_numbers(args, notices, warnings)
-    horizon = _horizon(args)
-    if horizon and args.lr_decay_style != "constant" and horizon[1] < (args.train_samples or args.train_iters):
-        warnings.append(
-            f"the learning rate is at its minimum from {horizon[1]} on, before the run of "
-            f"{args.train_samples or args.train_iters} ends (the length of the decay includes the warm-up)"
-        )
-    if args.data_path is not None and args.split is None:
-        args.split = "969, 30, 1"
-        warnings.append(f"--split is not given: {args.split} is used (train, valid, test)")
-    if args.dataloader_type is None:
-        args.dataloader_type = "single"
-    if args.skip_train and not args.no_load_optim:
-        args.no_load_optim = True
-        warnings.append("--skip-train: the optimizer's state is not read (--no-load-optim)")
-    args.iteration = args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
-    return notices, warnings
-
-
-def _derive_layout(args: Namespace, warnings: list[str]) -> None:
-    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    args.model_parallel_ranks = tp * pp * cp
-    args.data_parallel_size = max(1, args.world_size // max(1, args.model_parallel_ranks))
-    if args.expert_tensor_parallel_size is None:
-        args.expert_tensor_parallel_size = tp
-    if args.sequence_parallel and tp == 1:
-        args.sequence_parallel = False
-        warnings.append("--sequence-parallel is switched off: there is one tensor-parallel rank")
-
-
-def _derive_shape(args: Namespace) -> None:
-    args.num_layers = args.num_layers if args.num_layers is not None else args.encoder_num_layers
-    args.encoder_num_layers = args.num_layers
-    args.seq_length = args.seq_length if args.seq_length is not None else args.encoder_seq_length
-    args.encoder_seq_length = args.seq_length
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    if hidden and args.ffn_hidden_size is None:
-        args.ffn_hidden_size = 8 * hidden // 3 // 64 * 64 if args.swiglu else 4 * hidden
-    if hidden and heads and args.kv_channels is None and hidden % heads == 0:
-        args.kv_channels = hidden // heads
-    if isinstance(args.window_size, list):  # as a checkpoint's JSON has it
-        args.window_size = tuple(args.window_size)
-    if args.recompute_activations:
-        args.recompute_granularity = "selective"
-    if args.apply_query_key_layer_scaling:
-        args.attention_softmax_in_fp32 = True
-    if args.position_embedding_type != "rope":
-        args.apply_rope_fusion = False
-    if args.add_bias_linear:
-        args.add_qkv_bias = True
-    else:
-        args.bias_gelu_fusion = False
-
-
-def _derive_batch(args: Namespace, notices: list[str]) -> None:
-    if args.global_batch_size is not None or not args.micro_batch_size:
-        return
-    if args.step_batch_size_schedule:
-        try:
-            args.global_batch_size = parse_step_batch_size_schedule(args.step_batch_size_schedule)[-1][1]
-        except ConfigError:
-            return  # told by a rule
-    else:
-        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
-    notices.append(f"setting global batch size to {args.global_batch_size}")
-
-
-def _derive_length(args: Namespace) -> None:
-    if args.weight_decay_incr_style == "constant":
-        args.start_weight_decay = args.end_weight_decay = args.weight_decay
-    if args.skip_train and args.train_iters is None and args.train_samples is None:
-        args.train_iters = 0
-    if args.train_samples and not args.train_iters and args.global_batch_size and not _problem_of_batch(args):
-        args.train_iters = _iterations(args)
-
-
-def _iterations(args: Namespace) -> int:
-    """Optimizer steps in `--train-samples`: walk the plan while it changes, then divide."""
-    calculator = _calculator(args)
-    full = args.global_batch_size
-    iterations = consumed = 0
-    while consumed < args.train_samples:
-        calculator.update(consumed, consistency_check=False)
-        size = calculator.get_current_running_global_batch_size()
-        if size <= 0 or consumed + size > args.train_samples:
-            break
-        if calculator.get_current_global_batch_size() == full and _is_final(args, consumed):
-            return iterations + (args.train_samples - consumed) // size
-        consumed += size
-        iterations += 1
-    return iterations
-
-
-def _is_final(args: Namespace, consumed: int) -> bool:
-    """Whether the batch size changes no more: ramps and schedules grow to the full size and stay."""
-    if args.step_batch_size_schedule:
-        last = parse_step_batch_size_schedule(args.step_batch_size_schedule)[-1][0]
-        return consumed >= last // args.seq_length
-    return True
-
-
-def _derive_numbers(args: Namespace, notices: list[str], warnings: list[str]) -> None:
-    if args.bf16 and not args.grad_reduce_in_bf16 and not args.accumulate_allreduce_grads_in_fp32:
-        args.accumulate_allreduce_grads_in_fp32 = True
-        notices.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
-    if args.fp16 and args.loss_scale is None and args.check_for_nan_in_loss_and_grad:
-        args.check_for_nan_in_loss_and_grad = False
-        warnings.append("dynamic loss scaling looks for Inf itself: the checks of loss and gradients for NaN are off")
-
-
-# ------------------------------------------------------------------------------------------------ rules on the outcome
-def _calculator(args: Namespace) -> Any:
-    return build_num_microbatches_calculator(
-        1,  # not rank 0: it stays silent
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-        args.decrease_batch_size_if_needed,
-        step_batch_size_schedule=args.step_batch_size_schedule,
-        seq_length=args.seq_length,
-    )
-
-
-def _problem_of_batch(args: Namespace) -> ConfigError | None:
-    """What the plan of the batch size says to these numbers; the rule for constant sizes has its own row."""
-    if not (args.global_batch_size and args.micro_batch_size and args.micro_batch_size > 0):
-        return None
-    if args.rampup_batch_size is None and args.step_batch_size_schedule is None:
-        return None
-    try:
-        _calculator(args)
-        for size in _planned_sizes(args):
-            unit = args.micro_batch_size * args.data_parallel_size
-            if size % unit and not args.decrease_batch_size_if_needed:
-                return ConfigError(
-                    f"batch size {size} of the plan with --micro-batch-size {args.micro_batch_size} "
-                    f"and data-parallel size {args.data_parallel_size}",
-                    why=f"every size that is used is a multiple of micro-batch * dp = {unit}",
-                    fix="other steps, or --decrease-batch-size-if-needed",
-                )
-    except ConfigError as error:
-        return error
-    return None
-
-
-def _planned_sizes(args: Namespace) -> Iterator[int]:
-    if args.step_batch_size_schedule:
-        yield from (size for _, size in parse_step_batch_size_schedule(args.step_batch_size_schedule))
-    elif args.rampup_batch_size:
-        start, increment, _ = args.rampup_batch_size
-        yield from range(start, args.global_batch_size + 1, increment)
-
-
-def _horizon(a: Namespace) -> tuple[float, float] | None:
-    """(warm-up, decay) in the unit of the run; None where the length is not known."""
-    length = a.train_samples or a.train_iters
-    if not length:
-        return None
-    decay = (a.lr_decay_samples if a.train_samples else a.lr_decay_iters) or length
-    warmup = a.lr_warmup_samples if a.train_samples else a.lr_warmup_iters
-    if a.lr_warmup_fraction is not None:
-        warmup = a.lr_warmup_fraction * decay
-    return warmup, decay
-
-
+# -------------------------------------------------------------------------------------------- rules on the outcome
 def _below(name: str, bound: str) -> Rule:
     return Rule(
         lambda a: (
@@ -619,7 +441,7 @@ DERIVED: tuple[Rule, ...] = (
     ),
     Rule(
         lambda a: (
-            (problem := _problem_of_batch(a)) is not None
+            (problem := problem_of_batch(a)) is not None
             and {"what_": problem.what, "why_": problem.why, "fix_": problem.fix}
         ),
         "{what_}",
@@ -728,11 +550,7 @@ DERIVED: tuple[Rule, ...] = (
         "--decoupled-lr X",
     ),
     Rule(
-        lambda a: (
-            (horizon := _horizon(a)) is not None
-            and horizon[0] >= horizon[1]
-            and {"warmup": horizon[0], "decay": horizon[1]}
-        ),
+        lambda a: (span := horizon(a)) is not None and span[0] >= span[1] and {"warmup": span[0], "decay": span[1]},
         "a warm-up of {warmup} in a schedule of {decay}",
         "the learning rate decays after its warm-up, which is counted in",
         "a shorter --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples",

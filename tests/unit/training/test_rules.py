@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.training import rules
+from megatron_lite.training import derived, rules
 from megatron_lite.training.arguments import parse_args, validate_args
 
 BASE = {
@@ -168,7 +168,7 @@ def test_every_rule_of_the_tables_is_broken_by_some_case_here() -> None:
         args = parse_args([*words, *flags.split()])
         for table in (rules.GIVEN, rules.DERIVED):
             told |= {rule.what for rule in table if rule.error(args)}
-            rules.derive(args)
+            derived.derive(args)
     positive = {f"--{name} {{{name.replace('-', '_')}}}" for name in POSITIVE.split()}
     all_rules = {rule.what for table in (rules.GIVEN, rules.DERIVED) for rule in table}
     assert {what for what in all_rules - told - positive if not what.startswith("world size")} == set()
@@ -201,7 +201,7 @@ def test_C143_a_world_that_is_no_number_of_model_copies_is_refused() -> None:
     """The message names the product that does not fit."""
     args = parse_args([])
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size = 2, 2, 6
-    rules.derive(args)
+    derived.derive(args)
     errors = [str(error) for error in rules.broken(rules.DERIVED, args)]
     assert any(
         "world size 6" in text and "--tensor-model-parallel-size 2" in text and "4 ranks" in text for text in errors
@@ -216,7 +216,7 @@ def test_C050_a_schedule_that_would_not_be_read_is_refused() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- derived
 @pytest.mark.parametrize(
-    ("flags", "without", "world_size", "derived"),
+    ("flags", "without", "world_size", "expected"),
     [
         ("", "", 1, {"data_parallel_size": 1, "ffn_hidden_size": 256, "kv_channels": 16, "encoder_num_layers": 2}),
         ("", "", 4, {"data_parallel_size": 4}),
@@ -254,10 +254,10 @@ def test_C050_a_schedule_that_would_not_be_read_is_refused() -> None:
     ],
 )
 def test_what_follows_from_flags_is_filled_in(
-    flags: str, without: str, world_size: int, derived: dict[str, object]
+    flags: str, without: str, world_size: int, expected: dict[str, object]
 ) -> None:
     args = resolve(flags, without=without, world_size=world_size)
-    assert {name: getattr(args, name) for name in derived} == derived
+    assert {name: getattr(args, name) for name in expected} == expected
 
 
 def test_steps_that_are_no_multiple_may_be_rounded_down() -> None:
