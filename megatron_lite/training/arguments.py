@@ -345,7 +345,8 @@ def ddp_config_from_args(args: argparse.Namespace, module: nn.Module | None = No
     config = from_namespace(
         DistributedDataParallelConfig,
         args,
-        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+        # A dynamic loss scale finds its size by overflowing: there Inf skips the step instead of ending the run.
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not (args.fp16 and args.loss_scale is None),
         align_param_gather=False,  # aligned are the stages of an interleaved pipeline
     )
     if config.num_buckets is not None and module is not None:

@@ -121,7 +121,7 @@ def _assert_equals_golden(kind, case, arrays, run):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fusion, overlap", [(False, False), (True, True)], ids=["plain", "fused wgrad, overlap"])
 def test_twenty_steps_equal_megatrons(golden, kind, fusion, overlap):
-    """fp32: losses and norms 2e-6, weights 1e-6. bf16: 5e-3, 1e-2, 8e-3; the order of rounding alone gives half that."""
+    """fp32: losses and norms 2e-6, weights 1e-6. bf16: 5e-3, 1e-2, 8e-3; rounding order alone gives half that."""
     case, arrays = golden("train.json")[kind], golden(f"train_{kind}.npz")
     given = golden("models.json")["gpt_learned"]
     _assert_equals_golden(kind, case, arrays, _train(kind, case, arrays, given, fusion, overlap))

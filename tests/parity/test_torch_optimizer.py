@@ -1,4 +1,4 @@
-"""Steps on flat memory against torch's own optimizers on the plain model. torch's DDP: tests/distributed/test_ddp.py."""
+"""Steps on flat memory against torch's own optimizers on the plain model."""
 
 import pytest
 import torch
