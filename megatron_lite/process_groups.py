@@ -57,7 +57,9 @@ def make_process_groups(
     if dist.is_initialized() and dist.get_world_size() > 1:
         rank = dist.get_rank()
         everyone = tuple(range(dist.get_world_size()))
-        made[everyone] = dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed is initialised"
+        made[everyone] = world
         for name, lists in rank_lists(dense, expert).items():
             for ranks in map(tuple, lists):
                 if len(ranks) > 1 and ranks not in made:

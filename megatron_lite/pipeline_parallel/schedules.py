@@ -57,7 +57,7 @@ def forward_backward_no_pipelining(
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     assert len(chunks) == len(data) == 1, f"one stage has one chunk, not {len(chunks)} with {len(data)} iterators"
     pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    config = chunks[0].config
+    config: Any = chunks[0].config
     executor = Executor(
         config=config,
         chunks=chunks,

@@ -166,8 +166,8 @@ def average_losses(reports: Reports, pg_collection: ProcessGroupCollection, *, p
         rows.append(torch.stack([means.sum(), means.new_tensor(float(len(values)))]))
     sums = torch.stack(rows)  # [keys, 2]: one message for all keys
     collectives.all_reduce(sums, pg_collection.dp_cp, purpose="losses")
-    values = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
-    return dict(zip(reports[0], values))
+    means_of_keys = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
+    return dict(zip(reports[0], means_of_keys))
 
 
 def _flat(value: Value) -> Tensor:
