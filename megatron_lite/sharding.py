@@ -88,7 +88,7 @@ def split(name: str, local_shape: Index, dim: int, rank: int, size: int, stride:
 
 
 def boxes_of_range(shape: Index, begin: int, end: int) -> Iterator[tuple[Index, Index]]:
-    """The range `[begin, end)` of a flattened tensor as boxes (offset, shape): part of a row, whole rows, part of a row.
+    """The range `[begin, end)` of a flattened tensor as boxes (offset, shape): part of a row, whole rows, part of one.
 
     Boxes come in flat order, touch each element of the range once, and there are at most 2 * ndim - 1 of them.
     """
