@@ -38,7 +38,7 @@ class StepResult:
     """What a step did.
 
     losses: by key, fp32 scalars on the CPU; skipped: the update was left out (Inf or NaN in a gradient);
-    learning_rate: the one that this update used; grad_norm, num_zeros: None where they were not computed.
+    learning_rate: the one that this update used (--decoupled-lr apart); grad_norm, num_zeros: None where they were not computed.
     """
 
     losses: dict[str, float]
@@ -81,7 +81,9 @@ def train_step(
     if args.empty_unused_memory_level >= 1 and args.device.type == "cuda":
         torch.cuda.empty_cache()
 
-    learning_rate = max((group["lr"] for group in optimizer.param_groups if group["params"]), default=0.0)
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    ordinary = [group for group in groups if not group["is_decoupled_lr"]] or groups
+    learning_rate = max((group["lr"] for group in ordinary), default=0.0)
     timers = args.timers
     timers("optimizer", log_level=1).start(barrier=args.barrier_with_L1_time)
     succeeded, grad_norm, num_zeros = optimizer.step()
