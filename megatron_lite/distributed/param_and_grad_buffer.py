@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
-from megatron_lite.distributed.buffer_layout import BufferLayout, ParamSpec, Range, plan_buffer
+from megatron_lite.distributed.buffer_layout import BufferLayout, ParamSpec, plan_buffer
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_lite.errors import ConfigError, RankFailure
 from megatron_lite.log import rank_and_world_size
@@ -31,13 +31,12 @@ from megatron_lite.log import rank_and_world_size
 class Bucket:
     """A range of a buffer that is reduced at once.
 
-    params: by name, in buffer order; param_data, grad_data: views `[numel]` of the buffer's;
+    params: by name, in buffer order; grad_data: a view `[numel]` of the buffer's;
     gradient_scaling_factor: multiplied into the gradients before they are reduced.
     """
 
     number: int
     params: dict[str, nn.Parameter]
-    param_data: Tensor
     grad_data: Tensor
     gradient_scaling_factor: float
 
@@ -96,7 +95,6 @@ class ParamAndGradBuffer:
             Bucket(
                 number,
                 {name: self.params[name] for name in plan.params},
-                self.param_data[plan.range.start : plan.range.end],
                 self.grad_data[plan.range.start : plan.range.end],
                 gradient_scaling_factor,
             )
@@ -112,10 +110,6 @@ class ParamAndGradBuffer:
     def scale(self, factor: float | Tensor) -> None:
         """All gradients times `factor`: one operation."""
         self.grad_data.mul_(factor)
-
-    def range_of(self, name: str) -> Range:
-        """A parameter's place in the buffer."""
-        return self.layout.ranges[name]
 
 
 class BucketGroup:

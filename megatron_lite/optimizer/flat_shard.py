@@ -5,7 +5,7 @@
     segments        |--------|-----------|----------|------|      runs of one parameter group: what torch updates
 
     main            fp32 values: the parameters' own memory if they are fp32, else a copy of the range
-    main_grad       fp32 gradients: the buffer's own memory if that is fp32, else a copy for the time of a step
+    main_grad       fp32 gradients: the buffer's own memory if that is fp32, else a copy of the range
     state           exp_avg, ...: one flat tensor each
 
 Unsharded is the range that covers everything. A sharded optimizer owns a smaller range of every bucket; nothing else
@@ -79,6 +79,7 @@ class FlatShard:
         self.model_data = buffer.param_data[range.start : range.end]  # what forward reads
         self.is_copy = buffer.param_dtype != torch.float32
         self.main = self.model_data.float() if self.is_copy else self.model_data
+        self._grad_copy: Tensor | None = None
         self.state: dict[str, Tensor] = {}
         self.segments = _runs(self.parts, [group_of[part.param] for part in self.parts])  # (group, where)
         self.segment_tensors = [(self.main[run.place.start : run.place.end], run.place) for _, run in self.segments]
@@ -93,8 +94,13 @@ class FlatShard:
         return [(flat[run.place.start : run.place.end], run.numel) for run in self._counted]
 
     def main_grad(self) -> Tensor:
-        """The range's gradients in fp32: the buffer's memory where it is fp32, else a new tensor."""
-        return self.buffer.grad_data[self.range.start : self.range.end].float()
+        """The range's gradients in fp32: the buffer's memory where it is fp32, else a copy, reused by the next call."""
+        grad = self.buffer.grad_data[self.range.start : self.range.end]
+        if grad.dtype == torch.float32:
+            return grad
+        if self._grad_copy is None:
+            self._grad_copy = torch.empty_like(self.main)
+        return self._grad_copy.copy_(grad)
 
     def copy_main_to_model(self) -> None:
         """After an update: round the main parameters into the model's."""

@@ -72,7 +72,7 @@ class MegatronOptimizer:
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left to do: the gradients are the model's (`zero_grad_buffer`), copies end with the step.
+        """Nothing is left to do: the gradients are the model's (`zero_grad_buffer`).
 
         Args:
             set_to_none: accepted for scripts written for Megatron.

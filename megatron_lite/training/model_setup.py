@@ -17,7 +17,7 @@ from torch import nn
 from megatron_lite import collectives
 from megatron_lite.distributed import DistributedDataParallel, finalize_model_grads
 from megatron_lite.enums import ModelType
-from megatron_lite.log import print_rank_0
+from megatron_lite.log import print_rank_0, warn_rank_0
 from megatron_lite.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -89,6 +89,11 @@ def get_optimizer_param_scheduler(optimizer: MegatronOptimizer, args: Namespace)
         anneal = args.lr_wsd_decay_samples
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
+    if decay < total and args.lr_decay_style != "constant":
+        warn_rank_0(
+            f"the learning rate reaches its end after {decay} of {total} samples (the warm-up is part of the decay's "
+            f"length): the rest of the run uses {args.min_lr:g}. --lr-decay-iters/-samples sets the length"
+        )
     print_rank_0(f"> learning rate decay style: {args.lr_decay_style}")
     return OptimizerParamScheduler(
         optimizer,
