@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -29,6 +26,9 @@ def progress(what: str, total: float, unit: str) -> Iterator[Callable[[float], N
         return f"{done / max(time.monotonic() - start, 1e-9):,.1f} {unit}/s"
 
     if sys.stderr.isatty():
+        from rich.console import Console  # only who sees the bar needs the package
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -242,7 +242,7 @@ def fast_precision() -> str:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
-        a = torch.ones(512, 512, dtype=dtype)
+        a = torch.ones(256, 256, dtype=dtype)
         torch.mm(a, a)
         times = []
         for _ in range(3):

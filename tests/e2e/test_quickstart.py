@@ -15,7 +15,7 @@ from tests.e2e.launch import ROOT, environment
 pytestmark = pytest.mark.slow
 
 TINY = """--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --seq-length 64
-    --max-position-embeddings 64 --eval-iters 2 --lr 3e-3 --num-workers 0""".split()
+    --max-position-embeddings 64 --eval-iters 2 --lr 1e-2 --num-workers 0""".split()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_text_becomes_a_trained_model_with_picture_report_and_sample(folder, fir
     assert any((run / "tensorboard").glob("events.out.tfevents.*"))
     _, validation = metrics(folder)
     assert list(validation)[0] == 0 and list(validation)[-1] == 12
-    assert validation[12] < 0.9 * validation[0], "the model has not learned"
+    assert validation[12] < validation[0] - 0.3, "the model has not learned"
     sample = (run / "sample.txt").read_text()
     page = (run / "report.html").read_text()
     assert len(sample) > 50 and "<h2>Sample</h2>" in page and "<td>training</td>" in page
@@ -105,13 +105,13 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(folder, first):
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
     process.stdout.close()
 
-    rest = quickstart(folder, 130)
+    rest = quickstart(folder, 120)
     assert rest.returncode == 0, rest.stdout[-3000:] + rest.stderr[-3000:]
     assert "[1/6] corpus: done before" in rest.stdout
     assert (folder / "run/data/corpus.jsonl").stat().st_mtime_ns == corpus
     assert "loaded checkpoint" in rest.stdout
     rows, validation = metrics(folder)
     trained = [row["iteration"] for row in rows if "validation" not in row]
-    assert max(trained) >= 130 and validation[min(validation)] > validation[max(validation)]
-    assert (folder / "run/checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "130"
+    assert max(trained) == 120 and validation[120] < validation[12]
+    assert (folder / "run/checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "120"
     assert rest.stdout.count("The model writes:") == 1
