@@ -38,7 +38,8 @@ class StepResult:
     """What a step did.
 
     losses: by key, fp32 scalars on the CPU; skipped: the update was left out (Inf or NaN in a gradient);
-    learning_rate: the one that this update used (--decoupled-lr apart); grad_norm, num_zeros: None where they were not computed.
+    learning_rate: the one that this update used (--decoupled-lr apart); grad_norm, num_zeros: None where they were not
+    computed.
     """
 
     losses: dict[str, float]
