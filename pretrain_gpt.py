@@ -43,7 +43,7 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]
     """One micro-batch forward. Returns: losses `[b, s]`, and the loss function of this micro-batch."""
     args, timers = training.get_args(), training.get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = training.get_batch(data_iterator, args.device)
+    batch = training.get_batch(data_iterator, args.device, args.padded_vocab_size)
     timers("batch-generator").stop()
     losses = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
     return losses, partial(loss_func, batch.loss_mask)
