@@ -44,6 +44,17 @@ def softmax_rows(logits: Tensor, out: Tensor | None) -> Tensor:
     return lse
 
 
+def scale_rows(x: Tensor, factors: Tensor) -> None:
+    """x `[rows, v]` times factors `[rows]` (fp32), in place; rounded once."""
+    if x.dtype == factors.dtype:
+        x.mul_(factors.unsqueeze(1))
+        return
+    step = _rows_per_block(x)  # in one go torch would widen all of x
+    for begin in range(0, x.shape[0], step):
+        block = x[begin : begin + step]
+        block.copy_(block.float().mul_(factors[begin : begin + step].unsqueeze(1)))
+
+
 def sum_rows(logits: Tensor) -> Tensor:
     """`[rows, v]` -> `[rows]`: sums in fp32."""
     return logits.sum(dim=-1, dtype=torch.float32)

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
 from megatron_lite.errors import ConfigError
-from megatron_lite.fusions.cross_entropy import softmax_rows, sum_rows
+from megatron_lite.fusions.cross_entropy import scale_rows, softmax_rows, sum_rows
 from megatron_lite.tensor_parallel.mappings import default_group
 from megatron_lite.tensor_parallel.utils import VocabUtility
 
@@ -60,10 +60,14 @@ class _CrossEntropy(torch.autograd.Function):
 
         if grad is not None:
             if size > 1:
-                grad.mul_((local_lse - lse).exp_().unsqueeze(1))
+                scale_rows(grad, (local_lse - lse).exp_())
             if s > 0.0:
                 grad.sub_(s / classes)
-            grad.scatter_add_(1, local, (mine.to(grad.dtype) * -(1.0 - s)).unsqueeze(1))
+            # The label's own entry is p - 1 + s: computed in fp32 and then rounded, not the other way round.
+            flat = grad.view(-1)
+            place = torch.arange(rows.shape[0], device=rows.device).mul_(share).add_(local.squeeze(1))
+            at_label = (picked - lse).exp_().sub_(1.0 - s + s / classes)
+            flat[place] = torch.where(mine, at_label, flat[place].float()).to(grad.dtype)
             ctx.grad, ctx.shape = grad, logits.shape
         return loss.view(target.shape)
 
@@ -72,7 +76,8 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.grad is None:
             raise RuntimeError("the gradient of this cross entropy was used: run forward again for a second backward")
         grad, ctx.grad = ctx.grad, None
-        return grad.mul_(g.reshape(-1, 1)).view(ctx.shape), None, None, None, None
+        scale_rows(grad, g.reshape(-1))
+        return grad.view(ctx.shape), None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
