@@ -1,23 +1,13 @@
 """From flags to a tokenizer, and to the size of the model's vocabulary."""
 
+from megatron_lite import tokenizers  # the room: a tokenizer's library is imported when the tokenizer is asked for
 from megatron_lite.errors import ConfigError
 from megatron_lite.tokenizers.base import MegatronTokenizer
 from megatron_lite.tokenizers.byte_level import ByteTokenizer
-from megatron_lite.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_lite.tokenizers.null import NullTokenizer
-from megatron_lite.tokenizers.sentencepiece import (
-    GPTSentencePieceTokenizer,
-    Llama2Tokenizer,
-    SentencePieceTokenizer,
-)
 from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
 
-_FROM_MODEL: dict[str, type[SentencePieceTokenizer] | type[HuggingFaceTokenizer]] = {
-    "SentencePieceTokenizer": SentencePieceTokenizer,
-    "GPTSentencePieceTokenizer": GPTSentencePieceTokenizer,
-    "Llama2Tokenizer": Llama2Tokenizer,
-    "HuggingFaceTokenizer": HuggingFaceTokenizer,
-}
+_FROM_MODEL = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer")
 _INSTEAD = {
     "GPT2BPETokenizer": "HuggingFaceTokenizer with a folder that holds GPT-2's tokenizer.json",
     "TikTokenizer": "HuggingFaceTokenizer with the model's tokenizer.json",
@@ -30,7 +20,8 @@ _INSTEAD = {
 def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizer:
     """The tokenizer that `--tokenizer-type` and its files name.
 
-    Raises: ConfigError for a type that is not there (yet) or lacks a flag; DataError for files that cannot be read.
+    Raises: ConfigError for a type that is not there (yet), or lacks a flag or its library; DataError for files that
+        cannot be read.
     """
     kind = config.tokenizer_type
     if config.vocab_extra_ids:
@@ -49,7 +40,15 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizer:
         if not config.tokenizer_model:
             what = "FOLDER" if kind == "HuggingFaceTokenizer" else "FILE.model"
             raise ConfigError(f"--tokenizer-type {kind} without --tokenizer-model", fix=f"--tokenizer-model {what}")
-        return _FROM_MODEL[kind](config.tokenizer_model)
+        try:
+            family = getattr(tokenizers, kind)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"--tokenizer-type {kind} needs the package {error.name}, which is not installed",
+                fix=f"pip install {error.name}",
+            ) from None
+        tokenizer: MegatronTokenizer = family(config.tokenizer_model)
+        return tokenizer
     known = ", ".join([*_FROM_MODEL, "NullTokenizer", "ByteTokenizer"])
     if kind is None:
         raise ConfigError("--tokenizer-type was not given", fix=f"--tokenizer-type, one of {known}")

@@ -70,9 +70,9 @@ def read_arguments(
 
 def leave(error: MegatronLiteError) -> None:
     """Print what the user can mend, without a traceback, and end this process with the error's status."""
-    rank, _ = rank_and_world_size()
-    # Bad flags are bad on every rank: rank 0 says it. The rest may be true of one rank alone.
-    if rank == 0 or not isinstance(error, ConfigError):
+    rank, size = rank_and_world_size()
+    # Bad flags are bad on every rank: rank 0 says it. The rest may be true of one rank alone, a rank that is none too.
+    if rank == 0 or rank >= size or not isinstance(error, ConfigError):
         prefix = f"[rank {rank}] " if rank else ""
         print(f"\n{prefix}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     sys.exit(error.exit_status)

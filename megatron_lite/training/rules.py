@@ -14,6 +14,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from megatron_lite.errors import ConfigError
@@ -82,6 +83,17 @@ def _positive(name: str, least: float = 1, why: str = "", fix: str = "") -> Rule
 
 
 # --------------------------------------------------------------------------------------------- rules on what was typed
+def _without_package(a: Namespace) -> bool | dict[str, Any]:
+    """A flag that was given, and the optional package that it needs and this environment lacks."""
+    for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
+        try:
+            if getattr(a, name) and find_spec(package) is None:
+                return {"flag": f"{_flag(name)} {getattr(a, name)}", "package": package}
+        except ModuleNotFoundError:
+            return {"flag": f"{_flag(name)} {getattr(a, name)}", "package": package}
+    return False
+
+
 def _missing(name: str) -> Rule:
     return Rule(
         lambda a: getattr(a, name) is None,
@@ -310,6 +322,12 @@ GIVEN: tuple[Rule, ...] = (
         "--wandb-project {wandb_project} without --wandb-exp-name",
         "a run of W&B has a name",
         "--wandb-exp-name NAME",
+    ),
+    Rule(
+        lambda a: _without_package(a),
+        "{flag} needs the package {package}, which is not installed",
+        "the run is logged by it",
+        "pip install {package}, or leave the flag out",
     ),
     Rule(
         lambda a: a.profile and a.profile_step_end <= a.profile_step_start,
