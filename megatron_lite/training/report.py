@@ -15,6 +15,7 @@ import base64
 import html
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,7 +197,7 @@ def draw(metrics: Metrics, path: Path, title: str) -> None:
                 losses.annotate(
                     f"{values[end]:.2f}",
                     (iterations[end], values[end]),
-                    xytext=(6, 6) if end == 0 else (0, 8),
+                    xytext=(6, 6) if end == 0 else (0, -14),
                     textcoords="offset points",
                     ha="left" if end == 0 else "right",
                     fontsize=9,
@@ -281,23 +282,22 @@ def page(
     if sample:
         parts += ["<h2>Sample</h2>", f"<pre>{html.escape(sample)}</pre>"]
     if config:
-        flat = _flat(config)
-        headline = {name: flat[name] for name in _HEADLINE if flat.get(name) not in (None, False)}
+        headline = {name: config[name] for name in _HEADLINE if config.get(name) not in (None, False)}
         if headline:
             parts += ["<h2>Model and run</h2>", _table(headline)]
-        parts.append(f"<details><summary>All {len(flat)} settings</summary>{_table(flat)}</details>")
+        parts.append(f"<details><summary>All {len(config)} settings</summary>{_table(config)}</details>")
     return _PAGE.format(title=html.escape(title), body="\n".join(parts))
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name, whether the file groups them or not, spelled with underscores."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value)
-        else:
-            flat[str(name).lstrip("-").replace("-", "_")] = value
-    return flat
+def read_config(path: Path) -> dict[str, Any]:
+    """Every setting by name, also those that the file only remarks (`  # name: value`): defaults and derived values."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    settings = {}
+    for line in lines:
+        found = re.fullmatch(r"(?:  )?(?:# )?([A-Za-z]\w*): (.+)", line)
+        if found:
+            settings[found[1]] = yaml.safe_load(found[2])
+    return settings
 
 
 def write_report(
@@ -319,7 +319,7 @@ def write_report(
     output = folder if output is None else Path(output)
     metrics = read_metrics(folder / METRICS)
     settings = folder / CONFIG
-    config = (yaml.safe_load(settings.read_text(encoding="utf-8")) if settings.exists() else None) or {}
+    config = read_config(settings) if settings.exists() else {}
     title = f"Training run in {folder}"
     picture, report = output / "loss.png", output / "report.html"
     try:

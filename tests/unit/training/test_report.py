@@ -36,7 +36,9 @@ def run(tmp_path):
     rows = [entry(1, 9.0), entry(10, 8.0), {"iteration": 10, "validation": {"lm loss": 8.0}}]
     rows += [entry(20, 6.0), {"iteration": 20, "validation": {"lm loss": 5.0}}]
     folder = write(tmp_path / "run", rows)
-    (folder / "config.yaml").write_text("num-layers: 4\nhidden-size: 64\nbf16: false\nlr: 0.002\ndata-path: <none>\n")
+    (folder / "config.yaml").write_text(
+        "model:\n  num_layers: 4\n  # padded_vocab_size: 512\n  # bf16: false\n  data_path: ['<none>']\n"
+    )
     return folder
 
 
@@ -88,6 +90,7 @@ def test_the_page_needs_nothing_beside_itself(run):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     assert "print(&quot;&lt;b&gt;&amp;&quot;)" in text, "the sample must not become markup"
     assert "1 min 15 s" in text and "<td>num_layers</td><td>4</td>" in text and "&lt;none&gt;" in text
+    assert "All 4 settings" in text and "<td>padded_vocab_size</td><td>512</td>" in text, "derived values count too"
     assert not list(run.glob("*.partial"))
 
 
