@@ -312,7 +312,7 @@ def main() -> None:
     for dtype in options.dtypes:
         print(f"{dtype}: {describe(DTYPES[dtype], 'cpu')}")
     print(
-        "\n| shape | dtype | bound, CPU ms | hugging face | ours | ours / hugging face | ours / bound | hugging face / bound"
+        "\n| shape | dtype | bound, CPU ms | hugging face | ours | ours / hugging face | ours / bound | theirs / bound"
         " | peak MiB, ours / hugging face |\n|---|---|---|---|---|---|---|---|---|"
     )
     for dtype in options.dtypes:

@@ -27,7 +27,7 @@ from megatron_lite.tensor_parallel.utils import VocabUtility
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, target, smoothing, group, over_logits):
+    def forward(ctx, logits, target, smoothing, group, over_logits, wants_grad):
         size, rank = collectives.group_size(group), collectives.group_rank(group)
         share = logits.shape[-1]
         classes = share * size
@@ -40,7 +40,7 @@ class _CrossEntropy(torch.autograd.Function):
         total = sum_rows(rows) if smoothing > 0.0 else None
 
         grad = None
-        if ctx.needs_input_grad[0]:
+        if wants_grad:
             grad = rows if over_logits else torch.empty_like(rows)
         local_lse = softmax_rows(rows, grad)
 
@@ -77,7 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradient of this cross entropy was used: run forward again for a second backward")
         grad, ctx.grad = ctx.grad, None
         scale_rows(grad, g.reshape(-1))
-        return grad.view(ctx.shape), None, None, None, None
+        return grad.view(ctx.shape), None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -104,4 +104,5 @@ def vocab_parallel_cross_entropy(
     logits = vocab_parallel_logits
     if over_logits and not logits.is_contiguous():
         over_logits = False
-    return _CrossEntropy.apply(logits, target, label_smoothing, default_group(tp_group), over_logits)
+    wants_grad = torch.is_grad_enabled() and logits.requires_grad
+    return _CrossEntropy.apply(logits, target, label_smoothing, default_group(tp_group), over_logits, wants_grad)
