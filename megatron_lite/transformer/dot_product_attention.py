@@ -7,9 +7,9 @@
     flash                 the same, flash kernel only                               sinks, bias; dropout on a CPU
     auto                  the fastest of them that can do what is asked
 
-What a query may see: with a window, the window alone; else the given mask (True = hidden); else, in a causal layer,
-itself and what came before. Hidden scores become -10000, so a query that may see nothing looks at everything equally;
-`fused` and `flash` use minus infinity, which is the same unless a query sees nothing.
+What a query may see: what the window (if there is one) and the given mask (True = hidden) both leave; without either,
+in a causal layer, itself and what came before. Hidden scores become -10000, so a query that may see nothing looks at
+everything equally; `fused` and `flash` use minus infinity, which is the same unless a query sees nothing.
 """
 
 from __future__ import annotations
@@ -177,10 +177,12 @@ class DotProductAttention(MegatronModule):
     ) -> tuple[Tensor | None, bool]:
         """A mask, or None and whether the kernel shall hide the future itself."""
         sk = key.shape[0]
+        given = mask if mask_type is not AttnMaskType.no_mask else None
         if self.window is not None:
-            return hidden_outside_window(sq, sk, self.window, key.device), False
-        if mask is not None and mask_type is not AttnMaskType.no_mask:
-            return mask, False
+            outside = hidden_outside_window(sq, sk, self.window, key.device)
+            return outside if given is None else outside | given, False
+        if given is not None:
+            return given, False
         if mask_type in _CAUSAL and sq > 1:
             if sq == sk:
                 return None, True
@@ -214,8 +216,8 @@ class DotProductAttention(MegatronModule):
             )
         if self.backend is not AttnBackend.auto:
             return self.backend
-        if hidden is not None and self.window is None and mask_type is not AttnMaskType.causal:
-            return AttnBackend.unfused  # a padded query may see nothing: minus infinity would make NaN of it
+        if hidden is not None and mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            return AttnBackend.unfused  # a padded query may see nothing, where minus infinity means something else
         if on_cpu and dropout:
             return AttnBackend.unfused  # torch would take its slowest path
         short = k.shape[2] <= _PRODUCTS_UP_TO_KEYS and q.shape[2] > 1
