@@ -18,11 +18,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite import parallel_state
+from megatron_lite.collectives import group_rank
 from megatron_lite.errors import ConfigError
 from megatron_lite.log import print_rank_0, set_rank
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_lite.training.launch import Launch, read_launch
+
+# Algorithms of NCCL that always add in the same order.
+_ORDERED_ALGORITHMS = ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -70,8 +74,18 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
         print_rank_0(f"> initialized tensor model parallel with size {args.tensor_model_parallel_size}")
         print_rank_0(f"> initialized pipeline model parallel with size {args.pipeline_model_parallel_size}")
     print_rank_0(f"> setting random seeds to {args.seed} ...")
-    set_random_seed(args.seed)
-    return ProcessGroupCollection.use_mpu_process_groups()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    set_random_seed(seed_of_rank(args, groups))
+    return groups
+
+
+def seed_of_rank(args: Namespace, pg_collection: ProcessGroupCollection) -> int:
+    """`--seed`; with `--data-parallel-random-init` each data-parallel rank's own, so that its dropout differs too.
+
+    Weights are then those of the first rank: `get_model` sends them.
+    """
+    shift = 10 * group_rank(pg_collection.dp) if args.data_parallel_random_init else 0
+    return args.seed + shift
 
 
 def _init_process_group(args: Namespace, launch: Launch) -> None:
@@ -94,6 +108,14 @@ def _deterministic() -> None:
             why="cuBLAS is deterministic with :4096:8 or :16:8 only",
             fix="unset CUBLAS_WORKSPACE_CONFIG",
         )
+    algorithms = os.environ.get("NCCL_ALGO", "")
+    unordered = [word for word in algorithms.split(",") if word and word not in _ORDERED_ALGORITHMS]
+    if unordered:
+        raise ConfigError(
+            f"--deterministic-mode with NCCL_ALGO={algorithms}",
+            why=f"{', '.join(unordered)} may add in another order each time",
+            fix="unset NCCL_ALGO, or NCCL_ALGO=Ring",
+        )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
@@ -101,7 +123,7 @@ def _deterministic() -> None:
 def set_random_seed(seed: int) -> None:
     """Seed Python, numpy, torch and the regions of the tensor-parallel tracker.
 
-    The seed of initial weights is the same on every rank: `initialization` makes them a function of names.
+    Where the seed is the same on every rank, so are initial weights: `initialization` makes them a function of names.
     """
     if seed is None or seed <= 0:
         raise ConfigError(f"--seed {seed}", why="seeds are positive", fix="--seed 1234")
