@@ -17,7 +17,7 @@ from torch import nn
 from megatron_lite import collectives
 from megatron_lite.distributed import DistributedDataParallel, finalize_model_grads
 from megatron_lite.enums import ModelType
-from megatron_lite.log import print_rank_0, warn_rank_0
+from megatron_lite.log import print_rank_0
 from megatron_lite.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -59,15 +59,20 @@ def get_model(
 
 def setup_model_and_optimizer(
     model_provider_func: ModelProvider, model_type: ModelType, args: Namespace, pg_collection: ProcessGroupCollection
-) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
-    """Model chunks, optimizer and schedule, with the schedule's hooks wired into the model's config."""
-    model = get_model(model_provider_func, model_type, args, pg_collection)
+) -> tuple[list[nn.Module], MegatronOptimizer | None, OptimizerParamScheduler | None]:
+    """Model chunks, optimizer and schedule, with the schedule's hooks wired into the model's config.
+
+    Returns: with `--skip-train` the bare model, None and None: no gradients, no moments, no schedule to agree on.
+    """
+    model = get_model(model_provider_func, model_type, args, pg_collection, wrap_with_ddp=not args.skip_train)
+    config: Any = model[0].config
+    config.timers = args.timers
+    if args.skip_train:
+        return model, None, None
     optimizer_config = optimizer_config_from_args(args)
     optimizer_config.timers = args.timers
     optimizer = get_megatron_optimizer(optimizer_config, model, pg_collection=pg_collection)
     scheduler = get_optimizer_param_scheduler(optimizer, args)
-    config: Any = model[0].config
-    config.timers = args.timers
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = model[0].no_sync
@@ -77,23 +82,20 @@ def setup_model_and_optimizer(
 def get_optimizer_param_scheduler(optimizer: MegatronOptimizer, args: Namespace) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay; its clock counts samples."""
     batch = args.global_batch_size
-    if args.train_iters and not args.train_samples:
-        decay = (args.lr_decay_iters or args.train_iters) * batch
-        total = args.train_iters * batch
-        warmup = args.lr_warmup_iters * batch
-        anneal = args.lr_wsd_decay_iters * batch if args.lr_wsd_decay_iters is not None else None
-    else:
-        decay = args.lr_decay_samples or args.train_samples
+    if args.train_samples:
         total = args.train_samples
+        decay = args.lr_decay_samples or total
         warmup = args.lr_warmup_samples
         anneal = args.lr_wsd_decay_samples
+    else:
+        total = args.train_iters * batch
+        decay = (args.lr_decay_iters or args.train_iters) * batch
+        warmup = args.lr_warmup_iters * batch
+        anneal = args.lr_wsd_decay_iters * batch if args.lr_wsd_decay_iters is not None else None
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
-    if decay < total and args.lr_decay_style != "constant":
-        warn_rank_0(
-            f"the learning rate reaches its end after {decay} of {total} samples (the warm-up is part of the decay's "
-            f"length): the rest of the run uses {args.min_lr:g}. --lr-decay-iters/-samples sets the length"
-        )
+    if total == 0:  # --train-iters 0: a schedule that is never asked
+        decay, warmup = max(decay, 1), 0
     print_rank_0(f"> learning rate decay style: {args.lr_decay_style}")
     return OptimizerParamScheduler(
         optimizer,

@@ -41,7 +41,7 @@ from megatron_lite.training.checkpointing import (
     will_load_checkpoint,
 )
 from megatron_lite.training.data_loading import DatasetsProvider, Iterators, build_train_valid_test_data_iterators
-from megatron_lite.training.evaluation import evaluate
+from megatron_lite.training.evaluation import collect_non_loss_data, evaluate
 from megatron_lite.training.fault_handling import SignalWatch, agree, exit_reason
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.initialize import initialize_megatron
@@ -121,8 +121,9 @@ def run(
         )
         return
 
-    loop = Loop(args, model, optimizer, scheduler, forward_step_func, iterators, pg_collection)
-    loop.process_non_loss_data_func = process_non_loss_data_func
+    loop = Loop(
+        args, model, optimizer, scheduler, forward_step_func, iterators, pg_collection, process_non_loss_data_func
+    )
     try:
         loop.run()
     finally:
@@ -147,25 +148,28 @@ class Loop:
 
     Args:
         args: `args.iteration` is the last finished iteration.
+        optimizer, scheduler: None where nothing is trained.
         iterators: of micro-batches: train, valid, test.
+        process_non_loss_data_func: see `pretrain`.
     """
 
     def __init__(
         self,
         args: Namespace,
         model: list[nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
         forward_step_func: ForwardStep,
         iterators: Iterators,
         pg_collection: ProcessGroupCollection,
+        process_non_loss_data_func: Callable[..., None] | None = None,
     ):
         self.args, self.model, self.optimizer, self.scheduler = args, model, optimizer, scheduler
         self.forward_step_func, self.pg_collection = forward_step_func, pg_collection
         self.train_data, self.valid_data, self.test_data = iterators
         self.log = TrainingLog(args, args.timers, pg_collection)
         self.profiler = Profiler(args)
-        self.process_non_loss_data_func: Callable[..., None] | None = None
+        self.process_non_loss_data_func = process_non_loss_data_func
         self.exit_signal = SignalWatch(args.exit_signal) if args.exit_signal_handler else None
         self._saved_at = args.iteration if args.iteration else -1
 
@@ -237,6 +241,7 @@ class Loop:
 
     def _step(self, iteration: int, batch: int) -> None:
         args = self.args
+        assert self.optimizer is not None and self.scheduler is not None, "this run was set up without training"
         try:
             result = train_step(
                 self.forward_step_func,
@@ -249,11 +254,7 @@ class Loop:
                 self.pg_collection,
             )
         except StopIteration:
-            raise DataError(
-                f"the training data ended in iteration {iteration} of {args.train_iters}",
-                why=f"{args.consumed_train_samples} samples were used",
-                fix="fewer --train-iters, or --dataloader-type cyclic",
-            ) from None
+            raise self._out_of_data(iteration) from None
         args.iteration = iteration
         args.consumed_train_samples += batch
         args.num_floating_point_operations_so_far += num_floating_point_operations(args, batch)
@@ -266,12 +267,22 @@ class Loop:
     def _skip(self, batch: int) -> None:
         """Read the batch of this iteration, and do not train on it."""
         args = self.args
-        for _ in range(get_num_microbatches()):
-            next(self.train_data)  # type: ignore[arg-type]
+        try:
+            for _ in range(get_num_microbatches()):
+                next(self.train_data)  # type: ignore[arg-type]
+        except StopIteration:
+            raise self._out_of_data(args.iteration + 1) from None
         args.iteration += 1
         args.consumed_train_samples += batch
         args.skipped_train_samples += batch
         print_rank_0(f"skipped iteration {args.iteration} (--iterations-to-skip)")
+
+    def _out_of_data(self, iteration: int) -> DataError:
+        return DataError(
+            f"the training data ended in iteration {iteration} of {self.args.train_iters}",
+            why=f"{self.args.consumed_train_samples} samples were used",
+            fix="fewer --train-iters, or --dataloader-type cyclic",
+        )
 
     # -- beside the steps ------------------------------------------------------------------------------------------
     def _pause(self, action: Callable[[], object]) -> None:
@@ -298,8 +309,13 @@ class Loop:
         losses = evaluate(
             self.forward_step_func, data, self.model, args, self.pg_collection, verbose=verbose, out_of_time=out_of_time
         )
-        if losses is not None:
-            self.log.validation(prefix, args.iteration, losses, record=record)
+        if losses is None:
+            return
+        self.log.validation(prefix, args.iteration, losses, record=record)
+        if self.process_non_loss_data_func is not None and args.tensorboard_dir:
+            collected = collect_non_loss_data(self.forward_step_func, data, self.model, args, self.pg_collection)
+            if self.log.is_last_rank:
+                self.process_non_loss_data_func(collected, args.iteration, self.log.writer)
 
     def _save(self, final: bool = False) -> None:
         """Save once an iteration. A save that fails does not stop training, but it does fail the run's last one."""

@@ -1,13 +1,11 @@
 """The schedule beyond golden curves: purity, resume, groups, contradictions."""
 
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron_lite.training.model_setup import get_optimizer_param_scheduler
 
 
 def _scheduler(groups=({},), **changes):
@@ -63,34 +61,6 @@ def test_C046_the_decay_length_includes_the_warmup():
     short = _scheduler(lr_decay_steps=198, **curve)
     assert short.get_lr({}, 197) > 0
     assert [short.get_lr({}, n) for n in (198, 199, 220)] == pytest.approx([0, 0, 0], abs=1e-12)
-
-
-@pytest.mark.parametrize("decay_iters, warned", [(220, False), (None, False), (198, True)])
-def test_C046_a_decay_that_ends_before_the_run_is_told_at_the_start(capsys, decay_iters, warned):
-    """`--train-iters 220 --lr-warmup-iters 22` with `--lr-decay-iters 198`: the warm-up was subtracted by mistake."""
-    args = Namespace(
-        global_batch_size=4,
-        train_iters=220,
-        train_samples=None,
-        lr_decay_iters=decay_iters,
-        lr_warmup_iters=22,
-        lr_wsd_decay_iters=None,
-        lr_warmup_fraction=None,
-        lr_warmup_init=0.0,
-        lr=1.0,
-        min_lr=0.0,
-        lr_decay_style="cosine",
-        start_weight_decay=0.1,
-        end_weight_decay=0.1,
-        weight_decay_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=False,
-        lr_wsd_decay_style="exponential",
-    )
-    scheduler = get_optimizer_param_scheduler(SimpleNamespace(param_groups=[{}]), args)
-    assert scheduler.lr_decay_steps == 4 * (decay_iters or 220) and scheduler.lr_warmup_steps == 88
-    told = capsys.readouterr().err
-    assert ("after 792 of 880 samples" in told and "--lr-decay-iters" in told) == warned == bool(told)
 
 
 def test_C047_the_value_set_before_an_update_is_the_one_of_the_samples_seen_before_it():
