@@ -56,6 +56,7 @@ def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False, mscale: float = 
         mscale: factor on cos and sin (YaRN's concentration).
     Returns: a new tensor in t's dtype.
     """
+    assert freqs.shape[0] == t.shape[0], f"{freqs.shape[0]} angles for {t.shape[0]} positions"
     cos, sin = freqs.cos(), freqs.sin()
     if mscale != 1.0:
         cos, sin = cos * mscale, sin * mscale

@@ -154,6 +154,8 @@ class Attention(MegatronModule):
         """
         context = inference_context if inference_context is not None else inference_params
         query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
+        if context is not None and self.attention_type == "self":
+            context.check_room(*query.shape[:2])
         if rotary_pos_emb is not None and self.use_rope:
             q_freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             begin = context.sequence_len_offset if context is not None else 0

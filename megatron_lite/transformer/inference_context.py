@@ -35,6 +35,16 @@ class InferenceContext:
         """Forget the sequences, keep the memory."""
         self.sequence_len_offset = 0
 
+    def check_room(self, s: int, b: int) -> None:
+        """Raises ConfigError unless `s` more tokens of `b` sequences fit."""
+        end = self.sequence_len_offset + s
+        if end > self.max_sequence_length or b > self.max_batch_size:
+            raise ConfigError(
+                f"a cache of {self.max_sequence_length} tokens x {self.max_batch_size} sequences for {end} x {b}",
+                why="its size is fixed when it is made",
+                fix=f"InferenceContext(max_batch_size={b}, max_sequence_length={end}) or more",
+            )
+
     def store(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add a layer's new keys and values; all of them so far.
 
@@ -44,13 +54,8 @@ class InferenceContext:
         Raises: ConfigError if the cache is too small.
         """
         s, b = key.shape[:2]
+        self.check_room(s, b)
         end = self.sequence_len_offset + s
-        if end > self.max_sequence_length or b > self.max_batch_size:
-            raise ConfigError(
-                f"a cache of {self.max_sequence_length} tokens x {self.max_batch_size} sequences for {end} x {b}",
-                why="its size is fixed when it is made",
-                fix=f"InferenceContext(max_batch_size={b}, max_sequence_length={end}) or more",
-            )
         if layer_number not in self.key_value_memory_dict:
             shape = self.max_sequence_length, self.max_batch_size
             self.key_value_memory_dict[layer_number] = (
