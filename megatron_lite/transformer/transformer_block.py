@@ -189,9 +189,8 @@ class TransformerBlock(MegatronModule):
             groups, kept_from = [(begin, min(begin + step, count)) for begin in range(0, count, step)], count
         else:
             groups, kept_from = [(i, i + 1) for i in range(min(step, count))], min(step, count)
-        distribute = getattr(self.config, "distribute_saved_activations", False)
         for begin, end in groups:
-            x, context = checkpoint(group(begin, end), distribute, x, context)
+            x, context = checkpoint(group(begin, end), False, x, context)
         return self._run(kept_from, count, x, context, same)[0]
 
 

@@ -14,6 +14,7 @@ from megatron_lite.sharding import whole
 from megatron_lite.tensor_parallel import (
     VocabParallelEmbedding,
     broadcast_data,
+    checkpoint,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -235,6 +236,31 @@ def test_C097_masks_under_sequence_parallelism_are_redrawn_and_differ_between_sh
             assert torch.equal(grad, b[1][name]), name
     assert not torch.equal(plain[0][2], plain[1][2]), "both shards draw the same masks"
     assert torch.equal(plain[0][3], plain[1][3]), "replicated activations draw different masks"
+
+
+def distributed_checkpoint(distribute: bool):
+    """Gradients through a recomputed function whose saved input is cut over the ranks, and the bytes that are kept."""
+    rank = as_tensor_parallel()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    kept = []
+
+    def keep(t):
+        kept.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = checkpoint(lambda x, factor: torch.tanh(x) * factor, distribute, x, 3.0 + rank)
+    y.square().sum().backward()
+    return x.grad, sum(kept)
+
+
+def test_saved_activations_may_be_cut_over_the_ranks(world):
+    """Half of the input on each of two ranks, the same gradients."""
+    for (got, half), (want, full) in zip(
+        world(2).run(distributed_checkpoint, True), world(2).run(distributed_checkpoint, False)
+    ):
+        assert want.abs().max() > 0 and torch.equal(got, want)
+        assert (half, full) == (12, 24)
 
 
 def received():

@@ -35,7 +35,7 @@ class GPTModel(LanguageModule):
         vocab_size: of the embedding, padded to a multiple of the tensor-parallel size.
         max_sequence_length: rows of the learned position table.
         pre_process, post_process: this is the first stage (has the embedding), the last one (has the output layer).
-        fp16_lm_cross_entropy: accepted; the loss is always computed in fp32.
+        fp16_lm_cross_entropy: return the loss in the logits' own half format; its sums are fp32 all the same.
         parallel_output: leave logits split over the vocabulary (for the loss); False gathers them.
         share_embeddings_and_output_weights: one matrix for both ends.
         position_embedding_type: "learned_absolute", "rope" or "none".
@@ -86,6 +86,13 @@ class GPTModel(LanguageModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type, self.vp_stage = position_embedding_type, vp_stage
         self.model_type = ModelType.encoder_or_decoder
+        self.fp16_lm_cross_entropy = fp16_lm_cross_entropy
+        if fp16_lm_cross_entropy and not (config.fp16 or config.bf16):
+            raise ConfigError(
+                "--fp16-lm-cross-entropy in an fp32 model",
+                why="its logits are fp32, and so is its loss",
+                fix="--fp16, or leave it out",
+            )
 
         with deferred_initialization():
             if pre_process:
@@ -165,7 +172,7 @@ class GPTModel(LanguageModule):
             inference_context: keys and values of the tokens so far.
             runtime_gather_output: gather logits over the vocabulary for this call.
             loss_mask: accepted as Megatron has it (multi-token prediction uses it).
-        Returns: loss `[b, s]` fp32; or logits `[b, s, v/t]`; or `[s, b, h]`.
+        Returns: loss `[b, s]` (fp32 unless `fp16_lm_cross_entropy`); or logits `[b, s, v/t]`; or `[s, b, h]`.
         """
         context = inference_context if inference_context is not None else inference_params
         if decoder_input is None and self.pre_process:
@@ -196,5 +203,6 @@ class GPTModel(LanguageModule):
             hidden_states, weight, runtime_gather_output if runtime_gather_output is not None else gather
         )
         if labels is not None:
-            return self.compute_language_model_loss(labels, logits)
+            loss = self.compute_language_model_loss(labels, logits)
+            return loss.to(logits.dtype) if self.fp16_lm_cross_entropy else loss
         return logits.transpose(0, 1).contiguous()

@@ -133,6 +133,19 @@ def test_a_few_steps_learn_a_sequence_by_heart():
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_the_loss_may_be_returned_in_half_precision():
+    """`--fp16-lm-cross-entropy` rounds the loss, and is refused where nothing is fp16."""
+    tokens, positions = torch.randint(0, 64, (1, 8)), torch.arange(8).view(1, 8)
+    losses = [
+        build(model={"fp16_lm_cross_entropy": half}, fp16=True)(tokens, positions, None, labels=tokens)
+        for half in (True, False)
+    ]
+    assert losses[0].dtype is torch.float16 and losses[1].dtype is torch.float32
+    assert torch.equal(losses[0], losses[1].half())
+    with pytest.raises(ConfigError, match="--fp16-lm-cross-entropy in an fp32 model"):
+        build(model={"fp16_lm_cross_entropy": True})
+
+
 def test_what_cannot_be_built_is_said():
     with pytest.raises(ConfigError, match="--position-embedding-type relative"):
         build(model={"position_embedding_type": "relative"})
