@@ -38,7 +38,6 @@ _NOT_YET = {
     "pad_buckets_for_high_nccl_busbw": False,
     "reduce_scatter_with_fp32_accumulation": False,
     "param_name_patterns_for_fp32_local_accumulation": [],
-    "gradient_reduce_div_fusion": True,
 }
 
 

@@ -7,7 +7,7 @@ flags make sense; what makes none is left for the rules to tell.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.num_microbatches_calculator import (
@@ -40,11 +40,88 @@ def derive(args: Namespace) -> tuple[list[str], list[str]]:
         warnings.append(f"--split is not given: {args.split} is used (train, valid, test)")
     if args.dataloader_type is None:
         args.dataloader_type = "single"
+    warnings += idle(args)
     if args.skip_train and not args.no_load_optim:
         args.no_load_optim = True
         warnings.append("--skip-train: the optimizer's state is not read (--no-load-optim)")
     args.iteration = args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
     return notices, warnings
+
+
+# What belongs to something that may be off: flags, whether it is on, how to switch it on. Scripts keep such flags when
+# they drop the other one, so that they are no mistake; but nobody should believe in them.
+IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
+    ("--num-query-groups", lambda a: a.group_query_attention, "--group-query-attention"),
+    (
+        "--rotary-base --rotary-percent --rotary-interleaved --rotary-seq-len-interpolation-factor --no-rope-freq",
+        lambda a: a.position_embedding_type == "rope",
+        "--position-embedding-type rope",
+    ),
+    ("--rope-scaling-factor", lambda a: a.use_rope_scaling, "--use-rope-scaling"),
+    (
+        "--reset-position-ids",
+        lambda a: a.position_embedding_type == "learned_absolute",
+        "--position-embedding-type learned_absolute (rotary positions are relative: --reset-attention-mask parts "
+        "documents)",
+    ),
+    (
+        "--initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis",
+        lambda a: a.fp16 and a.loss_scale is None,
+        "--fp16 and a loss scale that is not fixed",
+    ),
+    ("--adam-beta1 --adam-beta2 --adam-eps", lambda a: a.optimizer == "adam", "--optimizer adam"),
+    ("--sgd-momentum", lambda a: a.optimizer == "sgd", "--optimizer sgd"),
+    (
+        "--lr-wsd-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples",
+        lambda a: a.lr_decay_style == "WSD",
+        "--lr-decay-style WSD",
+    ),
+    ("--no-data-sharding", lambda a: a.dataloader_type == "cyclic", "--dataloader-type cyclic"),
+    ("--ddp-bucket-size --ddp-num-buckets", lambda a: a.overlap_grad_reduce, "--overlap-grad-reduce"),
+    ("--exit-signal", lambda a: a.exit_signal_handler, "--exit-signal-handler"),
+    ("--manual-gc-interval --no-manual-gc-eval", lambda a: a.manual_gc, "--manual-gc"),
+    (
+        "--save-interval --save-retain-interval --no-save-optim --no-save-rng --log-progress",
+        lambda a: bool(a.save),
+        "--save FOLDER",
+    ),
+    (
+        "--no-load-optim --no-load-rng --finetune",
+        lambda a: bool(a.load or a.pretrained_checkpoint),
+        "--load FOLDER",
+    ),
+    (
+        "--tensorboard-log-interval --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard "
+        "--log-memory-to-tensorboard --log-world-size-to-tensorboard --no-log-loss-scale-to-tensorboard",
+        lambda a: bool(a.tensorboard_dir or a.wandb_project),
+        "--tensorboard-dir FOLDER",
+    ),
+    ("--wandb-exp-name --wandb-save-dir --wandb-entity", lambda a: bool(a.wandb_project), "--wandb-project NAME"),
+    (
+        "--profile-step-start --profile-step-end --profile-ranks --use-pytorch-profiler",
+        lambda a: a.profile,
+        "--profile",
+    ),
+)
+
+
+def idle(args: Namespace) -> list[str]:
+    """A line for each row of IDLE of which something was typed for nothing."""
+    lines = []
+    for flags, is_on, switch in IDLE:
+        typed = [flag for flag in flags.split() if destination_of(flag) in args.typed]
+        if typed and not is_on(args):
+            lines.append(f"{' '.join(typed)}: no effect without {switch}")
+    return lines
+
+
+def destination_of(flag: str) -> str:
+    """Name in the namespace; `--no-x` of a switch that is on by default sets x."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return name.removeprefix("no_") if flag in _OFF else name
+
+
+_OFF = ("--no-data-sharding", "--no-manual-gc-eval", "--no-log-loss-scale-to-tensorboard")
 
 
 def _derive_layout(args: Namespace, warnings: list[str]) -> None:

@@ -69,6 +69,7 @@ CAPABILITIES = {
 
 # key -> what is done instead: these buy speed or memory on special hardware and never change numbers
 NOTICES = {
+    "notice:division": "gradients are divided in a pass of its own before they are reduced, as it asks",
     "notice:eager": "steps run without CUDA graphs",
     "notice:fp32 state": "AdamW in torch, its state in fp32",
     "notice:fused loss": "the loss is always computed without a second copy of the logits",

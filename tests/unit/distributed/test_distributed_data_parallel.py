@@ -232,7 +232,6 @@ def test_bucket_sizes_follow_the_options():
         dict(pad_buckets_for_high_nccl_busbw=True),
         dict(param_name_patterns_for_fp32_local_accumulation=["norm"]),
         dict(num_distributed_optimizer_instances=2),
-        dict(gradient_reduce_div_fusion=False),
     ],
     ids=lambda options: next(iter(options)),
 )

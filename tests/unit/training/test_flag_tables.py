@@ -34,7 +34,7 @@ PENDING = {
     "cp": 3,
     "data": 7,
     "diagnostics": 14,
-    "distributed optimizer": 5,
+    "distributed optimizer": 6,
     "evaluation": 6,
     "fim": 11,
     "fp8": 12,

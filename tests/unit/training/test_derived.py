@@ -1,0 +1,76 @@
+"""Flags that belong to something switched off: accepted, because scripts keep them, and told."""
+
+import pytest
+
+from megatron_lite.config import flags_of
+from megatron_lite.training.arguments import CONFIGS, parse_args, validate_args
+from megatron_lite.training.derived import IDLE, destination_of
+
+SHAPE = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
+    "--micro-batch-size 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 7 --train-iters 9"
+)
+VALUE = {
+    "--rotary-percent": "0.5",
+    "--rotary-base": "10",
+    "--rotary-seq-len-interpolation-factor": "2",
+    "--no-rope-freq": "2",
+    "--num-query-groups": "1",
+    "--lr-wsd-decay-style": "linear",
+    "--lr-wsd-decay-iters": "2",
+    "--exit-signal": "SIGINT",
+    "--wandb-exp-name": "x",
+    "--wandb-save-dir": "x",
+    "--wandb-entity": "x",
+    "--profile-step-start": "2",
+    "--profile-step-end": "13",
+    "--save-retain-interval": "3",
+}
+# How each row is switched on, and what it needs beside.
+ON = {
+    "--num-query-groups": "--group-query-attention",
+    "--rotary-base": "--position-embedding-type rope",
+    "--rope-scaling-factor": "--position-embedding-type rope --use-rope-scaling",
+    "--reset-position-ids": "--position-embedding-type learned_absolute",
+    "--initial-loss-scale": "--fp16",
+    "--adam-beta1": "--optimizer adam",
+    "--sgd-momentum": "--optimizer sgd",
+    "--lr-wsd-decay-style": "--lr-decay-style WSD --lr-wsd-decay-iters 2",
+    "--no-data-sharding": "--dataloader-type cyclic",
+    "--ddp-bucket-size": "--overlap-grad-reduce",
+    "--exit-signal": "--exit-signal-handler",
+    "--manual-gc-interval": "--manual-gc",
+    "--save-interval": "--save x --save-interval 3",
+    "--no-load-optim": "--load x",
+    "--tensorboard-log-interval": "--tensorboard-dir x",
+    "--wandb-exp-name": "--wandb-project x --wandb-exp-name x",
+    "--profile-step-start": "--profile",
+}
+OFF = {"--adam-beta1": "--optimizer sgd", "--reset-position-ids": "--position-embedding-type rope"}
+FLAG = {spelling: flag for config in CONFIGS for flag in flags_of(config) for spelling in flag.spellings}
+EACH = [(row[0].split()[0], flag) for row in IDLE for flag in row[0].split()]
+
+
+def told(capsys, flag, more):
+    words = flag if FLAG[flag].is_switch else f"{flag} {VALUE.get(flag, '1')}"
+    if flag == "--save-retain-interval":
+        more += " --save-interval 3"
+    if flag == "--lr-wsd-decay-samples":
+        more = more.replace("--lr-wsd-decay-iters 2", "") + " --train-samples 9"
+        words = words.replace("1", "2")
+    shape = SHAPE.replace("--train-iters 9", "") if "--train-samples" in more else SHAPE
+    capsys.readouterr()
+    validate_args(parse_args(f"{shape} {more} {words}".split()), 1)
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if "no effect without" in line]
+    return [line for line in lines if flag in line.split(": no effect without")[0].split()]
+
+
+@pytest.mark.parametrize("row, flag", EACH, ids=[flag for _, flag in EACH])
+def test_a_flag_of_something_switched_off_is_told(capsys, monkeypatch, row, flag):
+    """--num-query-groups without --group-query-attention trained another model than its author thought. With the other
+    flag nothing is said."""
+    monkeypatch.setattr("megatron_lite.training.rules.find_spec", lambda name: name)  # wandb may not be installed
+    assert destination_of(flag) == FLAG[flag].dest
+    assert len(told(capsys, flag, OFF.get(row, ""))) == 1
+    assert told(capsys, flag, ON[row]) == []
