@@ -194,7 +194,8 @@ class Quickstart:
         if self.iterations_given:
             n = self.iterations
             words += ["--train-iters", str(n), "--log-interval", str(max(1, n // 30))]
-            words += ["--eval-interval", str(max(1, n // 6)), "--save-interval", str(max(1, n // 6))]
+            words += ["--eval-interval", str(max(1, n // 3)), "--save-interval", str(max(1, n // 3))]
+            words += ["--eval-iters", "8"]  # a look, not a measurement
         words += self.flags
         print("    $ python " + shlex.join(words), flush=True)
         words[0] = str(CHECKOUT / words[0])

@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(folder, first):
     """SIGKILL to everything at once, after a checkpoint; the next start trains the rest and no data anew."""
     corpus = (folder / "run/data/corpus.jsonl").stat().st_mtime_ns
     process = subprocess.Popen(
-        words(folder, 600), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+        words(folder, 300), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout
     for line in process.stdout:
