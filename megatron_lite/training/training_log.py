@@ -1,7 +1,7 @@
 """What a run says while it runs: Megatron's log line, TensorBoard, `metrics.jsonl`, and the summary before the start.
 
     every step           TensorBoard scalars, sums for the next line
-    every log interval   the line (last rank), timers, one object in metrics.jsonl
+    every log interval   the line (last rank), timers, one object in metrics.jsonl; the last iteration ends one too
     an evaluation        the validation line, its scalars, one object in metrics.jsonl
 
 The learning rate of line i is the one that update i used (Megatron prints the next one's).
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import sys
 import time
 from argparse import Namespace
@@ -28,6 +29,7 @@ from megatron_lite.log import print_rank_0, print_rank_last, rank_and_world_size
 from megatron_lite.num_microbatches_calculator import get_num_microbatches
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.timers import Timers
+from megatron_lite.training import global_vars
 from megatron_lite.training.evaluation import perplexity, result_line
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.train_step import StepResult
@@ -66,6 +68,8 @@ class TrainingLog:
         self.is_last_rank, self.world_size = rank == world_size - 1, world_size
         self.writer = _tensorboard(args) if self.is_last_rank else None
         self.wandb = _wandb(args) if self.is_last_rank else None
+        global_vars.set_tensorboard_writer(self.writer)
+        global_vars.set_wandb_writer(self.wandb)
         self.metrics = _metrics_file(args) if self.is_last_rank else None
         self._sums: dict[str, float] = {}
         self._counted = self._skipped = self._nan = 0
@@ -90,11 +94,11 @@ class TrainingLog:
                 self._sums[key] = self._sums.get(key, 0.0) + loss
         if iteration % args.tensorboard_log_interval == 0:
             self._scalars(iteration, result, batch_size, params_norm)
-        if iteration % args.log_interval == 0:
-            self._line(iteration, result, batch_size, params_norm)
+        if iteration % args.log_interval == 0 or iteration == args.train_iters:
+            self._line(iteration, result, batch_size, params_norm, ends=True)
             self._start_over()
         elif iteration == self._first_iteration + 1:  # so that a run shows at once that it learns; sums go on
-            self._line(iteration, result, batch_size, params_norm)
+            self._line(iteration, result, batch_size, params_norm, ends=False)
         elif self._progress_line:
             self._progress(iteration, result)
 
@@ -117,7 +121,9 @@ class TrainingLog:
                     self.writer.add_scalar(f"{tag} vs samples", value, args.consumed_train_samples)
         if args.skipped_train_samples > 0:
             self.scalar("skipped-train-samples", args.skipped_train_samples, iteration)
-        if args.log_memory_to_tensorboard and args.device.type == "cuda":
+        if args.log_memory_to_tensorboard and args.device.type != "cuda":
+            self.scalar("mem-max-resident-bytes", _max_resident_bytes(), iteration)
+        elif args.log_memory_to_tensorboard:
             stats = torch.cuda.memory_stats()
             for tag, key in (
                 ("mem-reserved-bytes", "reserved_bytes.all.current"),
@@ -135,10 +141,10 @@ class TrainingLog:
             self.wandb.log({tag: value}, iteration)
 
     # -- the line ------------------------------------------------------------------------------------------------
-    def _line(self, iteration: int, result: StepResult, batch_size: int, params_norm: float | None) -> None:
+    def _line(self, iteration: int, result: StepResult, batch_size: int, params_norm: float | None, ends: bool) -> None:
+        """The line. `ends`: it closes its interval, whose iterations it averages."""
         args = self.args
-        at_interval = iteration % args.log_interval == 0
-        seconds = self.timers("interval-time").elapsed(reset=at_interval, barrier=True) / self._iterations
+        seconds = self.timers("interval-time").elapsed(reset=ends, barrier=True) / self._iterations
         throughput = num_floating_point_operations(args, batch_size) / (seconds * 1e12 * self.world_size)
         line = f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}]"
         line += f" iteration {iteration:8d}/{args.train_iters:8d} |"
@@ -186,13 +192,13 @@ class TrainingLog:
             self.scalar("iteration-time", seconds, iteration)
             if args.log_throughput:
                 self.scalar("throughput", throughput, iteration)
-            if at_interval:
-                self.timers.write(_TIMERS, self.writer, iteration, normalizer=args.log_interval, reset=False)
+            if ends:
+                self.timers.write(_TIMERS, self.writer, iteration, normalizer=self._iterations, reset=False)
         if self._report_memory:
             self._report_memory = False
             print_memory(iteration, args.device, self.pg_collection)
-        if at_interval:
-            self.timers.log(_TIMERS, normalizer=args.log_interval)
+        if ends:
+            self.timers.log(_TIMERS, normalizer=self._iterations)
         self.flush()
 
     def _start_over(self) -> None:
@@ -365,7 +371,10 @@ def print_memory(iteration: int, device: torch.device, pg_collection: ProcessGro
             f" | max reserved: {torch.cuda.max_memory_reserved() / mib:.1f}"
         )
     else:
-        import resource
-
-        text += f" | max resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0:.1f}"
+        text += f" | max resident: {_max_resident_bytes() / mib:.1f}"
     print(text, flush=True)
+
+
+def _max_resident_bytes() -> int:
+    """This process's memory at its largest."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

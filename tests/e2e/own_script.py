@@ -48,6 +48,7 @@ def tell(collected, iteration, writer):
     """Called after an evaluation."""
     worst = torch.cat(collected)
     writer.add_scalar("worst loss", float(worst.max()), iteration)
+    assert training.get_tensorboard_writer() is writer
     print(f"collected {len(collected)} of shape {tuple(collected[0].shape)} at {iteration}", flush=True)
 
 

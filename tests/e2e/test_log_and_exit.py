@@ -189,3 +189,19 @@ def test_skipped_iterations_read_their_batch_and_leave_weights_alone(tmp_path):
     assert "skipped samples" not in skipping.lines[0]
     assert [line["skipped samples"] for line in skipping.lines[1:]] == ["8", "8"]
     assert skipping.lines[1]["lm loss"] != plain.lines[2]["lm loss"]
+
+
+def test_the_last_iterations_are_in_the_log_though_they_fill_no_interval(tmp_path):
+    """5 iterations at an interval of 3: the last two were in no line, no file and no picture. Also the memory of a CPU
+    is a scalar, where --log-memory-to-tensorboard wrote nothing."""
+    flags = (
+        "--train-iters 5 --log-interval 3 --save-interval 5 --log-memory-to-tensorboard --timing-log-level 1".split()
+    )
+    done = run(*TINY, *flags, "--save", tmp_path / "save", "--tensorboard-dir", tmp_path / "tb").ok()
+    assert [line["iteration"] for line in done.lines] == ["1", "3", "5"]
+    seen = scalars(tmp_path / "tb")
+    rows = [json.loads(line) for line in (tmp_path / "save" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 3, 5]
+    assert rows[-1]["lm loss"] == pytest.approx((seen["lm loss"][4] + seen["lm loss"][5]) / 2, rel=1e-5)
+    memory = seen["mem-max-resident-bytes" if "mem-max-resident-bytes" in seen else "mem-allocated-bytes"]
+    assert sorted(memory) == [1, 2, 3, 4, 5] and min(memory.values()) > 1e6
