@@ -17,6 +17,7 @@ from torch import nn
 from megatron_lite import collectives
 from megatron_lite.distributed import DistributedDataParallel, finalize_model_grads
 from megatron_lite.enums import ModelType
+from megatron_lite.fusions.backends import describe
 from megatron_lite.log import print_rank_0
 from megatron_lite.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
@@ -46,6 +47,7 @@ def get_model(
         count = sum(p.numel() for p in module.parameters())
         print(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}", flush=True)
     module.to(args.device)
+    print_rank_0(f"> {describe(args.params_dtype, args.device.type)}")
     config: Any = getattr(module, "config", None) or core_transformer_config_from_args(args)
     if args.fp16 or args.bf16:
         module = Float16Module(config, module)
