@@ -76,6 +76,7 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         lambda a: a.lr_decay_style == "WSD",
         "--lr-decay-style WSD",
     ),
+    ("--split", lambda a: bool(a.data_path or a.data_args_path), "--data-path PREFIX"),
     ("--no-data-sharding", lambda a: a.dataloader_type == "cyclic", "--dataloader-type cyclic"),
     ("--ddp-bucket-size --ddp-num-buckets", lambda a: a.overlap_grad_reduce, "--overlap-grad-reduce"),
     ("--exit-signal", lambda a: a.exit_signal_handler, "--exit-signal-handler"),

@@ -298,6 +298,12 @@ GIVEN: tuple[Rule, ...] = (
         "--load FOLDER",
     ),
     Rule(
+        lambda a: not a.perform_initialization and a.load is None and a.pretrained_checkpoint is None,
+        "--no-initialization without --load",
+        "the weights would stay what they are when they are allocated, and no training starts from that",
+        "--load FOLDER, or leave --no-initialization out",
+    ),
+    Rule(
         lambda a: a.ckpt_step is not None and a.load is None,
         "--ckpt-step {ckpt_step} without --load",
         "there is no checkpoint to take it from",

@@ -117,7 +117,7 @@ def run(
     if done:
         print_rank_0(
             f"nothing left to train: the checkpoint is at iteration {args.iteration} of {args.train_iters} "
-            "(more: a larger --train-iters)"
+            "(more: a larger --train-iters, with --override-opt_param-scheduler where that makes the schedule longer)"
         )
         return
 

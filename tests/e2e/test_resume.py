@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from megatron_lite.checkpointing import folders
 from tests.e2e.launch import TINY, checkpoint_tensors, command, environment, run
 
 pytestmark = pytest.mark.slow
@@ -74,6 +75,23 @@ def test_evaluations_continue_where_they_stopped(tmp_path):
 
     assert validations(first.out) + validations(second.out) == validations(whole.out)
     assert len(validations(whole.out)) >= 5
+
+
+def test_C053_a_run_stopped_inside_its_ramp_goes_on_inside_it(tmp_path):
+    """Batch sizes, samples, losses and evaluations after the resume are the uninterrupted run's, and a batch size that
+    changes is saved first."""
+    flags = [*TINY, *"--train-iters 8 --rampup-batch-size 2 2 18 --hidden-dropout 0.1".split()]
+    flags += "--eval-interval 3 --eval-iters 1".split()
+    whole = run(*flags, "--save", tmp_path / "a", "--save-interval", 100).ok()
+    sizes = [int(size) for size in whole.values("global batch size")]
+    assert sizes == [2, 2, 2, 4, 4, 6, 8, 8]  # 2, 4, 6 up to 6, 12, 18 samples
+    assert folders.complete_iterations(tmp_path / "a") == [3, 5, 6, 8]
+    save = tmp_path / "b"
+    parts = [*flags, "--save", save, "--load", save, "--save-interval", 4]
+    lines = run(*parts, "--exit-interval", 4).ok().lines + run(*parts).ok().lines
+    for one, other in zip(whole.lines, lines, strict=True):
+        for field in ("iteration", "consumed samples", "global batch size", "lm loss", "grad norm", "learning rate"):
+            assert one[field] == other[field], (field, one, other)
 
 
 def test_a_finished_run_says_so(tmp_path):

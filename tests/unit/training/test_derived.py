@@ -11,6 +11,7 @@ SHAPE = (
     "--micro-batch-size 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 7 --train-iters 9"
 )
 VALUE = {
+    "--split": "9,1,0",
     "--rotary-percent": "0.5",
     "--rotary-base": "10",
     "--rotary-seq-len-interpolation-factor": "2",
@@ -36,6 +37,7 @@ ON = {
     "--adam-beta1": "--optimizer adam",
     "--sgd-momentum": "--optimizer sgd",
     "--lr-wsd-decay-style": "--lr-decay-style WSD --lr-wsd-decay-iters 2",
+    "--split": "--data-path x",
     "--no-data-sharding": "--dataloader-type cyclic",
     "--ddp-bucket-size": "--overlap-grad-reduce",
     "--exit-signal": "--exit-signal-handler",
@@ -59,6 +61,7 @@ def told(capsys, flag, more):
         more = more.replace("--lr-wsd-decay-iters 2", "") + " --train-samples 9"
         words = words.replace("1", "2")
     shape = SHAPE.replace("--train-iters 9", "") if "--train-samples" in more else SHAPE
+    shape = shape.replace("--mock-data", "") if "--data-path" in more else shape
     capsys.readouterr()
     validate_args(parse_args(f"{shape} {more} {words}".split()), 1)
     said = capsys.readouterr()

@@ -130,6 +130,7 @@ BROKEN = [
     ("--save x --save-interval 0", "", ["--save-interval 0"]),
     ("--save x --save-interval 4 --save-retain-interval 6", "", ["--save-retain-interval 6 with --save-interval 4"]),
     ("--use-checkpoint-args", "", ["--use-checkpoint-args without --load"]),
+    ("--no-initialization", "", ["--no-initialization without --load"]),
     ("--ckpt-step 3", "", ["--ckpt-step 3 without --load"]),
     ("--exit-on-missing-checkpoint", "", ["--exit-on-missing-checkpoint without --load"]),
     ("--eval-iters -1", "", ["--eval-iters -1"]),
