@@ -64,6 +64,8 @@ _TAKEN = (
     "null_tokenizer_pad_id",
     "make_vocab_size_divisible_by",
 )
+# None is a value of these, not the lack of one.
+_OPTIONAL = {"window_size", "window_attn_skip_freq", "no_rope_freq", "rotary_seq_len_interpolation_factor"}
 # Facts of one process, not of the run.
 _NOT_SAVED = {"rank", "local_rank", "typed", "device", "timers"}
 
@@ -112,16 +114,25 @@ def check_args(args: Namespace, saved: dict[str, Any], folder: object, *, finetu
         names.append("max_position_embeddings")
     if not getattr(args, "group_query_attention", True):
         names.remove("num_query_groups")
-    differing = []
-    for name in names:
-        if not hasattr(args, name) or name not in saved:
-            continue
-        here, there = to_json(getattr(args, name)), saved[name]
-        if here is not None and there is not None and here != there:
-            differing.append(f"{name}: {there} there, {here} here")
+    differing = _differences(args, saved, names)
+    if not differing and not finetune:
+        for line in _differences(args, saved, [name for name in _TAKEN if name not in names]):
+            print_rank_0(f"NOTE: the checkpoint was trained with another {line}")
     if differing:
         raise CheckpointError(
             f"{folder} was trained with other arguments:\n    " + "\n    ".join(differing),
             why="its weights would mean something else in this model",
             fix="the same flags as then, or --use-checkpoint-args, which takes them from the checkpoint",
         )
+
+
+def _differences(args: Namespace, saved: dict[str, Any], names: list[str]) -> list[str]:
+    """`name: value there, value here` for those that both sides have and that differ."""
+    found = []
+    for name in names:
+        if not hasattr(args, name) or name not in saved:
+            continue
+        here, there = to_json(getattr(args, name)), saved[name]
+        if here != there and (here is not None and there is not None or name in _OPTIONAL):
+            found.append(f"{name}: {there} there, {here} here")
+    return found

@@ -37,7 +37,9 @@ def pretrain(
     try:
         args = read_arguments(extra_args_provider, args_defaults)
 
-        from megatron_lite.training.training import run, start  # torch: not before the arguments are known to be good
+        # torch: not before the arguments are known to be good
+        from megatron_lite.training.initialize import finish
+        from megatron_lite.training.training import run, start
 
         start(args)
         run(
@@ -48,8 +50,12 @@ def pretrain(
             forward_step_func,
             process_non_loss_data_func,
         )
+        finish()
     except MegatronLiteError as error:
         leave(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted (--exit-signal-handler saves before it leaves on SIGTERM)", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 def read_arguments(

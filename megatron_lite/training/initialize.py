@@ -131,3 +131,10 @@ def set_random_seed(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def finish() -> None:
+    """Leave the process groups in order, so that no backend complains about it at interpreter exit."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

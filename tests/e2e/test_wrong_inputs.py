@@ -45,7 +45,9 @@ CASES = {
     "split of letters": Wrong(
         ["--split", "ninety"], words("--data-path {good} --split ninety,ten"), without=("--mock-data",)
     ),
-    "ids beyond the vocabulary": Wrong(["token 900", "256 tokens"], words("--data-path {large}"), without=("--mock-data",)),
+    "ids beyond the vocabulary": Wrong(
+        ["token 900", "256 tokens"], words("--data-path {large}"), without=("--mock-data",)
+    ),
     "sequence beyond the positions": Wrong(["--seq-length", "--max-position-embeddings"], words("--seq-length 64")),
     "batch not divisible": Wrong(["--global-batch-size 7", "--micro-batch-size 2"], words("--global-batch-size 7")),
     "heads not divisible": Wrong(["--hidden-size", "--num-attention-heads"], words("--num-attention-heads 7")),

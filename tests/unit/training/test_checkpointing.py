@@ -1,6 +1,7 @@
 """Saving and resuming: where a load looks, what it takes, what it refuses, and that the run goes on bit for bit."""
 
 import random
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from megatron_lite.training.arguments import (
     parse_args,
     validate_args,
 )
+from megatron_lite.training.checkpoint_args import check_args
 from megatron_lite.training.checkpointing import (
     find_checkpoint,
     load_args_from_checkpoint,
@@ -537,3 +539,12 @@ def test_a_rank_takes_its_own_generators_or_those_of_data_parallel_rank_0():
     alone = ProcessGroupCollection()
     assert find_state(["rng_state.tp0.pp0.cp0.dp0", "rng_state.tp0.pp0.cp0.dp1"], alone) == "rng_state.tp0.pp0.cp0.dp0"
     assert find_state(["rng_state.tp1.pp0.cp0.dp0"], alone) is None
+
+
+def test_a_changed_setting_that_may_change_is_told(capsys):
+    """Another rotary base shows in no shape: resuming with it in silence is how a run goes wrong for a week."""
+    saved = {"rotary_base": 10000, "window_size": None, "hidden_size": 8}
+    here = Namespace(rotary_base=500000, window_size=(4, 0), hidden_size=8, group_query_attention=True)
+    check_args(here, saved, "folder", finetune=False)
+    out = capsys.readouterr().out
+    assert "rotary_base: 10000 there, 500000 here" in out and "window_size: None there" in out
