@@ -31,12 +31,11 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "  fix: apt-get install python3-venv  (Debian, Ubuntu), or another Python with PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
 	@touch $@
 
 train: $(STAMP)  ## text in, trained GPT out: corpus, tokenizer, training, loss.png, report.html, a sample
-	$(BIN)/python -m megatron_lite quickstart --model $(MODEL) \
-	  $(if $(TEXT),--text "$(TEXT)") $(if $(ITERS),--iters $(ITERS)) $(if $(RUN),--run "$(RUN)")
+	$(BIN)/python -m megatron_lite quickstart --model $(MODEL)$(if $(TEXT), --text "$(TEXT)")$(if $(ITERS), --iters $(ITERS))$(if $(RUN), --run "$(RUN)")
 
 test: $(STAMP)  ## the whole test suite
 	$(BIN)/python -m pytest

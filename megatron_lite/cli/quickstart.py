@@ -210,7 +210,7 @@ class Quickstart:
             raise ended
 
     def _write_sample(self) -> None:
-        words = ["generate", "--load", _short(self.checkpoints), "--prompt", "" if self.text else "class Reader:"]
+        words = ["generate", "--load", _short(self.checkpoints), "--prompt", "" if self.text else "def main("]
         words += ["--num-tokens-to-generate", "160", "--temperature", "0.7", "--top_k", "40"]
         print("    $ megatron-lite " + shlex.join(words), flush=True)
         temporary = self.sample.with_name("sample.partial")
