@@ -5,9 +5,13 @@
               dw = g^T x    transposed_times(g, x)     2-d, sums over the rows
 
 `linear` is all three as one differentiable operation; where torch's own kernel is the choice it is `F.linear`.
+
+Widened products go by blocks of rows, so that never more than a few MiB of a large operand (logits!) exist in fp32.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +19,31 @@ from torch import Tensor
 
 from megatron_lite.fusions.backends import matmul_kernel, onednn_linear
 
+_BLOCK_ELEMENTS = 2**21  # fp32 elements of the wider operand in one block: 8 MiB
+
+
+def widened_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors `[m, ...]`, of equal m, in fp32, a block of rows at a time."""
+    step = max(256, _BLOCK_ELEMENTS // max(t.shape[-1] for t in tensors))
+    for begin in range(0, tensors[0].shape[0], step):
+        yield tuple(t[begin : begin + step].float() for t in tensors)
+
+
+def _by_rows(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """x w^T + bias of half-precision x in fp32 products; w and bias are fp32."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = torch.empty(rows.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
+    step = max(256, _BLOCK_ELEMENTS // max(w.shape))
+    for begin in range(0, rows.shape[0], step):
+        y[begin : begin + step] = F.linear(rows[begin : begin + step].float(), w, bias)
+    return y.view(*x.shape[:-1], w.shape[0])
+
 
 def times_transposed(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[..., k]`, w `[n, k]`, bias `[n]` -> `[..., n]` in x's dtype."""
     kernel = matmul_kernel(x.dtype, x.device.type)
     if kernel == "widen":
-        return F.linear(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)
+        return _by_rows(x, w.float(), None if bias is None else bias.float())
     if kernel == "onednn":
         y = onednn_linear()(x, w)
         return y if bias is None else y.add_(bias)
@@ -31,7 +54,7 @@ def times(g: Tensor, w: Tensor) -> Tensor:
     """g `[..., n]`, w `[n, k]` -> `[..., k]` in g's dtype."""
     kernel = matmul_kernel(g.dtype, g.device.type)
     if kernel == "widen":
-        return (g.float() @ w.float()).to(g.dtype)
+        return _by_rows(g, w.float().t(), None)
     if kernel == "onednn":
         return onednn_linear()(g, w.t())
     return g @ w
@@ -41,7 +64,10 @@ def transposed_times(g: Tensor, x: Tensor, out_dtype: torch.dtype | None = None)
     """g `[m, n]`, x `[m, k]` -> `[n, k]` in `out_dtype` (None: x's)."""
     kernel = matmul_kernel(x.dtype, x.device.type)
     if kernel == "widen":
-        return (g.float().t() @ x.float()).to(out_dtype or x.dtype)
+        total = torch.zeros(g.shape[1], x.shape[1], device=g.device)
+        for g_block, x_block in widened_rows(g, x):
+            total.addmm_(g_block.t(), x_block)
+        return total.to(out_dtype or x.dtype)
     y = onednn_linear()(g.t(), x.t()) if kernel == "onednn" else g.t() @ x
     return y if out_dtype is None else y.to(out_dtype)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.fusions.backends import matmul_kernel
-from megatron_lite.fusions.matmul import transposed_times
+from megatron_lite.fusions.matmul import transposed_times, widened_rows
 
 
 def takes_main_grad(weight: Tensor) -> bool:
@@ -26,7 +26,8 @@ def accumulate_product(weight: Tensor, g: Tensor, x: Tensor) -> None:
     if main_grad.dtype == x.dtype and kernel == "torch":
         main_grad.addmm_(g.t(), x)
     elif main_grad.dtype == torch.float32 and kernel == "widen":
-        main_grad.addmm_(g.float().t(), x.float())
+        for g_block, x_block in widened_rows(g, x):
+            main_grad.addmm_(g_block.t(), x_block)
     else:  # no kernel multiplies in one dtype and accumulates in another: a product, then an addition that widens
         main_grad.add_(transposed_times(g, x))
 

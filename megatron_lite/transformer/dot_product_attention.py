@@ -67,6 +67,21 @@ def hidden_outside_window(sq: int, sk: int, window: tuple[int, int], device: tor
     return hidden.view(1, 1, sq, sk)
 
 
+def _keep_narrow(dtype: torch.dtype) -> torch.autograd.graph.saved_tensors_hooks:
+    """Keep q, k, v and y for backward in `dtype`, not in the fp32 in which they are computed with.
+
+    q, k and v were widened from `dtype`, so nothing is lost; y is rounded as a kernel of `dtype` would.
+    """
+
+    def pack(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.dtype == torch.float32 and t.dim() == 4 else t
+
+    def unpack(t: Tensor) -> Tensor:
+        return t.float() if t.dtype == dtype and t.dim() == 4 else t
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 class DotProductAttention(MegatronModule):
     """Attention between given queries, keys and values; this rank's heads.
 
@@ -236,13 +251,15 @@ class DotProductAttention(MegatronModule):
         backend: AttnBackend,
     ) -> Tensor:
         dtype = q.dtype
+        kept: Any = nullcontext()
         if matmul_kernel(dtype, q.device.type) == "widen":
             q, k, v = q.float(), k.float(), v.float()
+            kept = _keep_narrow(dtype)
         grouped = q.shape[1] != k.shape[1]
         seen = None if hidden is None else ~hidden
         only = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if backend is AttnBackend.flash else nullcontext()
         try:
-            with only:
+            with only, kept:
                 y = F.scaled_dot_product_attention(
                     q, k, v, seen, dropout, causal, scale=self.softmax_scale, enable_gqa=grouped
                 )

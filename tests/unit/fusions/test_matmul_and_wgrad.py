@@ -96,3 +96,22 @@ def test_the_choice_follows_from_the_machine_alone(monkeypatch, flags, dtype, wa
     assert backends.matmul_kernel.__wrapped__(dtype, "cpu") == want
     assert backends.matmul_kernel.__wrapped__(dtype, "cuda") == "torch"
     assert want == "torch" or len(backends.describe(dtype, "cpu")) > 20
+
+
+def test_widened_products_by_blocks_of_rows_equal_one_product(monkeypatch):
+    """600 rows in blocks of 256: a block that is left out, or counted twice, shows in every product."""
+    for module in (matmul, wgrad):
+        monkeypatch.setattr(module, "matmul_kernel", lambda dtype, device: "widen")
+    monkeypatch.setattr(matmul, "_BLOCK_ELEMENTS", 1)
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(600, n, generator=generator).bfloat16() for n in (16, 24))
+    w = torch.randn(24, 16, generator=generator).bfloat16()
+    weight = torch.nn.Parameter(w)
+    weight.main_grad = torch.zeros(24, 16)
+    wgrad.accumulate_product(weight, g, x)
+    torch.testing.assert_close(weight.main_grad, g.float().t() @ x.float(), atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(
+        matmul.transposed_times(g, x, torch.float32), g.float().t() @ x.float(), atol=1e-3, rtol=1e-5
+    )
+    assert torch.equal(matmul.times_transposed(x, w), (x.float() @ w.float().t()).bfloat16())
+    torch.testing.assert_close(matmul.times(g, w), (g.float() @ w.float()).bfloat16(), atol=1e-2, rtol=1e-2)
