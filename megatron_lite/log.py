@@ -8,6 +8,7 @@ Rank 0 says what the run does; the *last* rank prints losses, because with pipel
 import logging
 import os
 import sys
+from typing import TextIO
 
 _rank: tuple[int, int] | None = None
 _said: set[str] = set()
@@ -27,23 +28,33 @@ def rank_and_world_size() -> tuple[int, int]:
     return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else (0, 1)
 
 
+def say(message: str, file: TextIO | None = None) -> None:
+    """A line in one write, by whoever calls: ranks share a pipe, and launchers switch buffering off, so that a line end
+    written by itself could land behind another rank's text.
+
+    Args:
+        file: None: standard output.
+    """
+    print(f"{message}\n", end="", file=file, flush=True)
+
+
 def print_rank_0(message: str) -> None:
     """On standard output, by global rank 0 alone."""
     if rank_and_world_size()[0] == 0:
-        print(message, flush=True)
+        say(message)
 
 
 def print_rank_last(message: str) -> None:
     """On standard output, by the last global rank alone."""
     rank, size = rank_and_world_size()
     if rank == size - 1:
-        print(message, flush=True)
+        say(message)
 
 
 def warn_rank_0(message: str) -> None:
     """A line `WARNING: ...` on standard error, by global rank 0 alone."""
     if rank_and_world_size()[0] == 0:
-        print(f"WARNING: {message}", file=sys.stderr, flush=True)
+        say(f"WARNING: {message}", sys.stderr)
 
 
 def once(message: str) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
 from megatron_lite.errors import ConfigError
-from megatron_lite.log import print_rank_last, rank_and_world_size
+from megatron_lite.log import print_rank_last, rank_and_world_size, say
 
 # Megatron's list of printed timers has an old name that no timer bears; its tag is still written for old dashboards.
 _OLD_TAGS = {"non-tensor-parallel-grads-all-reduce": "layernorm-grads-all-reduce"}
@@ -216,7 +216,7 @@ class Timers:
         if rank is None:
             print_rank_last(text)
         elif rank_and_world_size()[0] == rank:
-            print(text, flush=True)
+            say(text)
 
     def write(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError, MegatronLiteError
-from megatron_lite.log import rank_and_world_size
+from megatron_lite.log import rank_and_world_size, say
 from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.launch import read_launch
 
@@ -54,7 +54,7 @@ def pretrain(
     except MegatronLiteError as error:
         leave(error)
     except KeyboardInterrupt:
-        print("\ninterrupted (--exit-signal-handler saves before it leaves on SIGTERM)", file=sys.stderr, flush=True)
+        say("\ninterrupted (--exit-signal-handler saves before it leaves on SIGTERM)", sys.stderr)
         sys.exit(130)
 
 
@@ -80,5 +80,5 @@ def leave(error: MegatronLiteError) -> None:
     # Bad flags are bad on every rank: rank 0 says it. The rest may be true of one rank alone, a rank that is none too.
     if rank == 0 or rank >= size or not isinstance(error, ConfigError):
         prefix = f"[rank {rank}] " if rank else ""
-        print(f"\n{prefix}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        say(f"\n{prefix}{type(error).__name__}: {error}", sys.stderr)
     sys.exit(error.exit_status)

@@ -18,7 +18,7 @@ from megatron_lite import collectives
 from megatron_lite.distributed import DistributedDataParallel, finalize_model_grads
 from megatron_lite.enums import ModelType
 from megatron_lite.fusions.backends import describe
-from megatron_lite.log import print_rank_0
+from megatron_lite.log import print_rank_0, say
 from megatron_lite.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -45,7 +45,7 @@ def get_model(
     if collectives.group_rank(pg_collection.dp_cp) == 0:
         tp, pp = collectives.group_rank(pg_collection.tp), collectives.group_rank(pg_collection.pp)
         count = sum(p.numel() for p in module.parameters())
-        print(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}", flush=True)
+        say(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}")
     module.to(args.device)
     print_rank_0(f"> {describe(args.params_dtype, args.device.type)}")
     config: Any = getattr(module, "config", None) or core_transformer_config_from_args(args)

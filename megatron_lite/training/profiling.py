@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite.log import rank_and_world_size
+from megatron_lite.log import rank_and_world_size, say
 
 
 class Profiler:
@@ -53,4 +53,4 @@ class Profiler:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"trace_rank{self.rank}.json"
         running.export_chrome_trace(str(path))
-        print(f"profile of rank {self.rank} written to {path} (open it in a browser's trace viewer)", flush=True)
+        say(f"profile of rank {self.rank} written to {path} (open it in a browser's trace viewer)")

@@ -22,7 +22,7 @@ from megatron_lite.checkpointing import check_save_folder
 from megatron_lite.checkpointing.checkpoint import on_rank_0
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import CheckpointError, DataError
-from megatron_lite.log import print_rank_0, rank_and_world_size, warn_rank_0
+from megatron_lite.log import print_rank_0, rank_and_world_size, say, warn_rank_0
 from megatron_lite.num_microbatches_calculator import (
     get_num_microbatches,
     init_num_microbatches_calculator,
@@ -137,7 +137,7 @@ def _report(args: Namespace) -> None:
     """Pictures are no reason to lose a run's exit status."""
     try:
         for path in write_report(args.save):
-            print(f"wrote {path}", flush=True)
+            say(f"wrote {path}")
     except Exception as error:
         warn_rank_0(f"no report of the run could be drawn: {error!r}")
         traceback.print_exc(limit=1)

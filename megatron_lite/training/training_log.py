@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from megatron_lite import collectives
-from megatron_lite.log import print_rank_0, print_rank_last, rank_and_world_size
+from megatron_lite.log import print_rank_0, print_rank_last, rank_and_world_size, say
 from megatron_lite.num_microbatches_calculator import get_num_microbatches
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.timers import Timers
@@ -285,7 +285,7 @@ def _tensorboard(args: Namespace) -> Any:
         return None
     from torch.utils.tensorboard import SummaryWriter  # a second of imports, only for those who want it
 
-    print(f"> setting tensorboard ... ({args.tensorboard_dir})", flush=True)
+    say(f"> setting tensorboard ... ({args.tensorboard_dir})")
     writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
     for name, value in sorted(vars(args).items()):
         writer.add_text(name, str(value), global_step=args.iteration)
@@ -372,7 +372,7 @@ def print_memory(iteration: int, device: torch.device, pg_collection: ProcessGro
         )
     else:
         text += f" | max resident: {_max_resident_bytes() / mib:.1f}"
-    print(text, flush=True)
+    say(text)
 
 
 def _max_resident_bytes() -> int:
