@@ -21,7 +21,7 @@ class Writes(io.RawIOBase):
 
 
 def test_a_line_and_its_end_are_one_write(monkeypatch):
-    """Launchers switch buffering off: `print` then writes the end by itself, and another rank's text lands before it."""
+    """Launchers switch buffering off: `print` then writes the end by itself, and another rank may write before it."""
     writes = Writes()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(writes, write_through=True))
     log.print_rank_0("one")
