@@ -169,16 +169,16 @@ def publish(temporary: Path, root: Path, which: Which, description: dict[str, An
         target = root / folder_name(which)
         if target.exists():  # the same iteration again, after a load of an older one
             old = _aside(root, which, "old")
-            target.rename(old)
+            os.rename(target, old)
             try:
-                temporary.rename(target)
+                os.rename(temporary, target)
             except OSError:
-                old.rename(target)
+                os.rename(old, target)
                 raise
             flush_folder(root)
             shutil.rmtree(old, ignore_errors=True)
         else:
-            temporary.rename(target)
+            os.rename(temporary, target)
             flush_folder(root)
         _replace_file(root / TRACKER, str(which).encode())
     return target
@@ -194,7 +194,7 @@ def tidy(root: Path) -> None:
     for path in sorted(root.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
         if match and match[2] == "old" and not (root / match[1]).exists():
-            path.rename(root / match[1])  # killed between the two renames of `publish`: the old one is complete
+            os.rename(path, root / match[1])  # killed between the two renames of `publish`: the old one is complete
         elif match:
             shutil.rmtree(path, ignore_errors=True)
         elif re.fullmatch(rf"\.({re.escape(TRACKER)}|probe)\.tmp-[0-9a-f]{{8}}", path.name):
@@ -220,7 +220,7 @@ def prune(root: Path, retain_interval: int) -> tuple[list[int], list[int]]:
             continue
         with explained(f"delete {folder}"):
             gone = _aside(root, iteration, "gone")
-            folder.rename(gone)
+            os.rename(folder, gone)
             shutil.rmtree(gone)
         deleted.append(iteration)
     return deleted, links

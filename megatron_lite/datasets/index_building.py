@@ -162,7 +162,7 @@ def _greedy(weights: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[
     if limits is not None:
         np.minimum(starts, limits, out=starts)
     ends = np.zeros_like(starts)
-    todo = np.arange(lanes)
+    todo: np.ndarray = np.arange(lanes)
     while len(todo):
         counts = starts[todo]
         rows = np.arange(len(todo))
