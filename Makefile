@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "make: $(PYTHON) cannot create virtual environments (no ensurepip)." >&2; \
 	  echo "  fix: apt-get install python3-venv  (Debian, Ubuntu), or another Python with PYTHON=..." >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
 	@touch $@
