@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_lite.fusions.backends import matmul_kernel, onednn_linear
 
-_BLOCK_ELEMENTS = 2**21  # fp32 elements of the wider operand in one block: 8 MiB
+_BLOCK_ELEMENTS = 2**19  # fp32 elements of the wider operand in one block: 2 MiB
 
 
 def widened_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
