@@ -67,6 +67,11 @@ def name_group(group: ProcessGroup | None, name: str) -> None:
         _NAMES.setdefault(group, name)
 
 
+def forget_groups() -> None:
+    """Drop the names, and with them the references that would keep destroyed groups alive."""
+    _NAMES.clear()
+
+
 def group_size(group: ProcessGroup | None) -> int:
     """Ranks in the group; None is 1."""
     return 1 if group is None else group.size()

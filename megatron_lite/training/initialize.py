@@ -7,6 +7,7 @@ The launcher's RANK, WORLD_SIZE and LOCAL_RANK decide; the number of devices of 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_lite import parallel_state
+from megatron_lite import collectives, parallel_state
 from megatron_lite.collectives import group_rank
 from megatron_lite.errors import ConfigError
 from megatron_lite.log import print_rank_0, set_rank
@@ -134,7 +135,14 @@ def set_random_seed(seed: int) -> None:
 
 
 def finish() -> None:
-    """Leave the process groups in order, so that no backend complains about it at interpreter exit."""
+    """Leave the process groups in order: every rank is done, no reference is left, then they are destroyed.
+
+    A group that lives on until the interpreter ends still has threads. One that then wants the interpreter's lock, to
+    drop a tensor that it has sent, is ended by force and takes the process with it, after a run that went well.
+    """
+    collectives.barrier(collectives.world(), purpose="finish")
     parallel_state.destroy_model_parallel()
+    collectives.forget_groups()
+    gc.collect()  # models, their hooks and groups refer to each other in cycles
     if dist.is_initialized():
         dist.destroy_process_group()
