@@ -57,3 +57,7 @@ if __name__ == "__main__":
         forward_step,
         extra_args_provider=add_flags,
     )
+    tasks = Path("/proc/self/task")
+    if tasks.exists():  # Linux
+        left = sorted((task / "comm").read_text().strip() for task in tasks.iterdir())
+        print(f"threads left: {' '.join(left)}\n", end="", file=sys.stderr, flush=True)
