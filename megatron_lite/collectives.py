@@ -2,26 +2,41 @@
 
 Every call takes the group (None: this rank is alone, nothing happens) and its purpose. COUNTERS adds up calls and
 bytes by (group, kind, purpose); the log, the planner and the tests read it. "Bytes" is the size of the whole tensor
-that the operation is about: the reduced one, or the gathered one.
+that the operation is about: the reduced one, or the gathered one; `sent_bytes` tells what of it each rank sends.
+
+A call that fails because another rank is gone, or never came, raises PeerLost with the group, its ranks, the purpose.
 
 On gloo the named reduce-scatter and all-gather are 4 times slower than the same sum or copy written as sends and
-receives of slices (measured with torch 2.13), so these two choose by backend; on NCCL the native forms are right.
+receives of slices (measured with torch 2.13), so these two choose by backend, and all-reduces of more than a few
+numbers are the one after the other; on NCCL the native forms are right. Sums made of sends and receives add in the
+order of ranks whoever adds: a reduce-scatter gives bit for bit a part of the all-reduce.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
+import re
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lite.errors import ConfigError, PeerLost
+from megatron_lite.log import rank_and_world_size
+
 Op = Literal["sum", "avg", "max", "min"]
-COUNTERS: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])  # (group, kind, purpose) -> calls, bytes
+Key = tuple[str, str, str]  # group, kind, purpose
+COUNTERS: dict[Key, list[int]] = defaultdict(lambda: [0, 0])  # -> calls, bytes
 _NAMES: dict[ProcessGroup, str] = {}
+_TAGS: dict[ProcessGroup, int] = defaultdict(int)  # transfers of one call share a tag that no other call under way has
+_SMALL = 1024  # elements up to which gloo's own all-reduce is as fast as sends and receives
 
 # The names changed in torch 2.13; the arguments did not.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -44,6 +59,61 @@ class _Done:
 DONE = _Done()
 
 
+# How backends word what another rank has done to them; torch has no type of its own for gloo's errors.
+_OF_THE_BACKEND = re.compile("gloo|nccl|connection|peer|timed? ?out", re.IGNORECASE)
+
+
+class _told:
+    """A context, and the handle of a call begun in it, in which an error of the backend becomes PeerLost."""
+
+    def __init__(self, group: ProcessGroup, kind: str, purpose: str):
+        self.group, self.kind, self.purpose = group, kind, purpose
+        self.handle: Handle = DONE
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, RuntimeError) or not _OF_THE_BACKEND.search(str(error)):
+            return
+        rank, _ = rank_and_world_size()
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise PeerLost(
+            f"rank {rank}: {self.kind} for {self.purpose} over the group {_NAMES.get(self.group, 'world')} "
+            f"(ranks {ranks}) failed: {reason[0]}",
+            why="another rank of the group has ended, or did not come within --distributed-timeout-minutes",
+            fix="look at what the other ranks said: the first one to fail tells the cause",
+        ) from error
+
+    def wait(self) -> None:
+        with self:
+            self.handle.wait()
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _tells(call: _Call) -> _Call:
+    """For a function that moves data: when it fails because of another rank, say which call of which group it was."""
+    place = list(inspect.signature(call).parameters).index("group")
+
+    @functools.wraps(call)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        group = kwargs["group"] if "group" in kwargs else args[place]
+        if _alone(group):
+            return call(*args, **kwargs)
+        told = _told(group, call.__name__, kwargs["purpose"])
+        with told:
+            result = call(*args, **kwargs)
+        if not isinstance(result, _Pending):
+            return result
+        told.handle = result
+        return told
+
+    return telling  # type: ignore[return-value]
+
+
 class _Pending:
     """Several transfers, and what is still to be done with their results when they are there."""
 
@@ -52,10 +122,39 @@ class _Pending:
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            if work is not None and type(work).__name__ != "_IllegalWork":  # of a call inside `coalesced`
+                work.wait()
         self._works = []
         finish, self._finish = self._finish, lambda: None
         finish()
+
+
+# -- what was counted --------------------------------------------------------------------------------------------
+
+
+def counts() -> dict[Key, tuple[int, int]]:
+    """COUNTERS as it stands: (group, kind, purpose) -> calls, bytes."""
+    return {key: (calls, size) for key, (calls, size) in COUNTERS.items()}
+
+
+def difference(after: dict[Key, tuple[int, int]], before: dict[Key, tuple[int, int]]) -> dict[Key, tuple[int, int]]:
+    """What was counted between two times; nothing where nothing was."""
+    grown = {}
+    for key, (calls, size) in after.items():
+        calls_then, size_then = before.get(key, (0, 0))
+        if calls > calls_then:
+            grown[key] = (calls - calls_then, size - size_then)
+    return grown
+
+
+def sent_bytes(kind: str, size: int, ranks: int) -> float:
+    """What each of `ranks` ranks sends when the counted tensors have `size` bytes together, by the best algorithms.
+
+    An all-reduce is a reduce-scatter and an all-gather; each of these sends all but the own part once.
+    """
+    others = (ranks - 1) / ranks
+    shares = {"all_reduce": 2 * others, "reduce_scatter": others, "all_gather": others, "all_to_all": others}
+    return shares.get(kind, 1.0) * size
 
 
 # -- groups ------------------------------------------------------------------------------------------------------
@@ -70,6 +169,12 @@ def name_group(group: ProcessGroup | None, name: str) -> None:
 def forget_groups() -> None:
     """Drop the names, and with them the references that would keep destroyed groups alive."""
     _NAMES.clear()
+    _TAGS.clear()
+
+
+def group_sizes() -> dict[str, int]:
+    """Number of ranks by the name under which a group's traffic is counted."""
+    return {name: group.size() for group, name in _NAMES.items()}
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -80,6 +185,13 @@ def group_size(group: ProcessGroup | None) -> int:
 def group_rank(group: ProcessGroup | None) -> int:
     """This rank's place in the group; None is 0."""
     return 0 if group is None else group.rank()
+
+
+def group_ranks(group: ProcessGroup | None) -> list[int]:
+    """Global ranks of the group, in its order; None is this rank alone."""
+    if group is None:
+        return [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
+    return dist.get_process_group_ranks(group)
 
 
 def _is_gloo(group: ProcessGroup, x: Tensor) -> bool:
@@ -96,89 +208,250 @@ def _alone(group: ProcessGroup | None) -> bool:
     return group is None or group.size() == 1
 
 
+@contextmanager
+def user_buffers(group: ProcessGroup | None, device: torch.device, *, symmetric: bool) -> Iterator[None]:
+    """What is allocated inside lies in memory registered with NCCL, which then sends it without copies of its own.
+
+    Args:
+        symmetric: registered on all ranks at once (newer NCCL has faster kernels for it), not each rank for itself.
+    Raises: ConfigError where the group's backend is not NCCL.
+    """
+    backend = None if _alone(group) else dist.get_backend(group)
+    if backend != "nccl" or device.type != "cuda":
+        raise ConfigError(
+            f"--use-nccl-ub on {device.type} with {backend or 'one rank'}",
+            why="user buffers are memory that NCCL registers with its network and NVLink",
+            fix="leave --use-nccl-ub out, or train on several GPUs",
+        )
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:True" in settings:
+        raise ConfigError(
+            "--use-nccl-ub with expandable segments (PYTORCH_CUDA_ALLOC_CONF)",
+            why="registered memory must stay where it is",
+            fix="expandable_segments:False, or leave --use-nccl-ub out",
+        )
+    nccl: Any = group._get_backend(device)  # type: ignore[union-attr]
+    pool = torch.cuda.MemPool(nccl.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        yield
+    nccl.register_mem_pool(pool, symm=symmetric)
+    _POOLS.append(pool)
+
+
+_POOLS: list[Any] = []  # registered memory lives as long as the run
+
+
 # -- tensors -----------------------------------------------------------------------------------------------------
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+class Batch:
+    """The handle of the calls made inside `coalesced`."""
+
+    def __init__(self) -> None:
+        self._manager: Any = None
+        self._handles: list[Handle] = []
+
+    def add(self, handle: Handle) -> None:
+        """Wait for this call as well."""
+        self._handles.append(handle)
+
+    def wait(self) -> None:
+        if self._manager is not None:
+            self._manager.wait()
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+
+
+@contextmanager
+def coalesced(group: ProcessGroup | None, x: Tensor, calls: int) -> Iterator[Batch]:
+    """Asynchronous calls of one kind on one group, on NCCL sent as one. Their handles are added to the batch.
+
+    Args:
+        x: a tensor of the device in question.
+        calls: how many there will be; one needs no batch.
+    """
+    batch = Batch()
+    if _alone(group) or calls == 1 or _is_gloo(group, x):  # type: ignore[arg-type]
+        yield batch
+        return
+    with dist._coalescing_manager(group, device=x.device, async_ops=True) as manager:
+        yield batch
+    batch._manager = manager
+
+
+@_tells
 def all_reduce(
-    x: Tensor, group: ProcessGroup | None, *, op: Op = "sum", purpose: str, async_op: bool = False
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    op: Op = "sum",
+    scale: float = 1.0,
+    purpose: str,
+    async_op: bool = False,
 ) -> Handle:
     """Reduce `x` over the group, in place (also where it is not contiguous).
 
+    Args:
+        scale: of a sum or mean, a factor; see `reduce_scatter`.
     Returns: a handle; without `async_op` it is already done.
     """
     if _alone(group):
+        _scale(x, scale)
         return DONE
     assert group is not None
     _count(group, "all_reduce", purpose, x)
     buffer = x if x.is_contiguous() else x.contiguous()
-    scale = 1.0
-    if op == "avg":  # gloo averages floats only, and older versions not at all: a sum and one product always work
-        scale = 1.0 / group.size()
-    work = dist.all_reduce(buffer, op=_REDUCE["sum" if op == "avg" else op], group=group, async_op=True)
-
-    def finish() -> None:
-        if scale != 1.0:
-            buffer.mul_(scale)
-        if buffer is not x:
-            x.copy_(buffer)
-
-    pending = _Pending([work], finish)
+    gloo = _is_gloo(group, x)
+    kind, after = _sum_op(buffer, group, op, scale, gloo) if op in ("sum", "avg") else (_REDUCE[op], 1.0)
+    if gloo and op in ("sum", "avg") and x.numel() > _SMALL:
+        pending = _all_reduce_by_parts(buffer, group, after)
+    else:
+        work = dist.all_reduce(buffer, op=kind, group=group, async_op=True)
+        pending = _Pending([work], lambda: _scale(buffer, after))
+    if buffer is not x:
+        inner = pending
+        pending = _Pending([inner], lambda: x.copy_(buffer))
     if not async_op:
         pending.wait()
     return pending
 
 
+@_tells
 def reduce_scatter(
     output: Tensor,
     input: Tensor,
     group: ProcessGroup | None,
     *,
     op: Literal["sum", "avg"] = "sum",
+    scale: float = 1.0,
+    accumulate_in_fp32: bool = False,
     purpose: str,
     async_op: bool = False,
 ) -> Handle:
     """Sum `input` `[n * size, ...]` over the group and keep this rank's part in `output` `[n, ...]`.
 
     `output` may be this rank's own slice of `input`.
+
+    Args:
+        scale: a factor of the result. fp16 is multiplied before the sum (`input` is overwritten then), because the sum
+            might leave its range; other formats inside the collective (NCCL), or after it, and only this rank's part.
+        accumulate_in_fp32: add 16-bit numbers up in fp32 and round once. On NCCL they then travel as an all-to-all.
     """
     if _alone(group):
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
+        _scale(output, scale)
         return DONE
     assert group is not None
-    size, rank = group.size(), group.rank()
+    size = group.size()
     _count(group, "reduce_scatter", purpose, input)
-    if _is_gloo(group, input):
-        parts = input.chunk(size)
-        received = [torch.empty_like(parts[rank]) for _ in range(size - 1)]
-        transfers, peers = [], [r for r in range(size) if r != rank]
-        for peer, buffer in zip(peers, received):
-            other = dist.get_global_rank(group, peer)
-            transfers.append(dist.P2POp(dist.isend, parts[peer].contiguous(), other, group))
-            transfers.append(dist.P2POp(dist.irecv, buffer, other, group))
+    gloo, wide = _is_gloo(group, input), accumulate_in_fp32 and input.dtype in (torch.float16, torch.bfloat16)
+    kind, after = _sum_op(input, group, op, scale, gloo or wide)
+    if gloo:
+        pending = _reduce_part(output, list(input.chunk(size)), group, _next_tag(group), after, wide)
+    elif wide:
+        received = torch.empty_like(input)
+        work = dist.all_to_all_single(received, input.contiguous(), group=group, async_op=True)
 
         def finish() -> None:
-            # In rank order, so that every element is summed in the same order whoever owns it.
-            pieces = list(received)
-            pieces.insert(rank, parts[rank])
-            total = pieces[0].clone()
-            for piece in pieces[1:]:
-                total.add_(piece)
-            output.copy_(total if op == "sum" else total.div_(size))
+            total = received.view(size, -1).sum(0, dtype=torch.float32).mul_(after)
+            output.copy_(total.view_as(output))
 
-        pending = _Pending(dist.batch_isend_irecv(transfers), finish)
+        pending = _Pending([work], finish)
     else:
-        reduce_op = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
-        pending = _Pending(
-            [_reduce_scatter_single(output, input.contiguous(), op=reduce_op, group=group, async_op=True)]
-        )
+        work = _reduce_scatter_single(output, input.contiguous(), op=kind, group=group, async_op=True)
+        pending = _Pending([work], lambda: _scale(output, after))
     if not async_op:
         pending.wait()
     return pending
 
 
+def _sum_op(x: Tensor, group: ProcessGroup, op: Op, scale: float, plain: bool) -> tuple[Any, float]:
+    """How a scaled sum or mean is asked for.
+
+    Args:
+        plain: sums alone: gloo averages floats only, and older versions not at all.
+    Returns: torch's operation, and the factor that is left for the result.
+    """
+    if x.dtype == torch.float16 or plain:
+        factor = scale / group.size() if op == "avg" else scale
+        if x.dtype == torch.float16:
+            _scale(x, factor)
+            factor = 1.0
+        return dist.ReduceOp.SUM, factor
+    if scale == 1.0:
+        return (dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM), 1.0
+    factor = scale / group.size() if op == "avg" else scale
+    return dist._make_nccl_premul_sum(factor), 1.0
+
+
+def _scale(x: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        x.mul_(factor)
+
+
+def _next_tag(group: ProcessGroup) -> int:
+    """Ranks make calls on a group in the same order, so they agree; calls may be waited for in any order."""
+    _TAGS[group] = _TAGS[group] % 2**30 + 1
+    return _TAGS[group]
+
+
+def _exchange(sent: Sequence[Tensor | None], received: Sequence[Tensor | None], group: ProcessGroup, tag: int) -> Any:
+    """Send `sent[r]` to rank r of the group and receive `received[r]` from it; None or empty: nothing."""
+    transfers = []
+    for place, (out, into) in enumerate(zip(sent, received)):
+        peer = dist.get_global_rank(group, place)
+        if out is not None and out.numel():
+            transfers.append(dist.P2POp(dist.isend, out.contiguous(), peer, group, tag))
+        if into is not None and into.numel():
+            transfers.append(dist.P2POp(dist.irecv, into, peer, group, tag))
+    return dist.batch_isend_irecv(transfers) if transfers else []
+
+
+def _reduce_part(
+    output: Tensor, parts: list[Tensor], group: ProcessGroup, tag: int, scale: float, wide: bool
+) -> _Pending:
+    """`output` = scale * the sum of every rank's part for this rank; parts are this rank's contributions to all."""
+    size, rank = group.size(), group.rank()
+    own = parts[rank]
+    temporary = [None if r == rank else torch.empty_like(own) for r in range(size)]
+    works = _exchange([None if r == rank else part for r, part in enumerate(parts)], temporary, group, tag)
+
+    def finish() -> None:
+        pieces = [own if piece is None else piece for piece in temporary]  # in the order of ranks
+        if wide:
+            total = pieces[0].float()
+            for piece in pieces[1:]:
+                total.add_(piece)
+            output.copy_(total.mul_(scale))
+            return
+        total = pieces[0]
+        for place, piece in enumerate(pieces[1:], 1):  # `own` may be `output`: written only once it has been added
+            into = output if place == size - 1 or rank == 0 else total
+            total = torch.add(total, piece, out=into)
+        _scale(output, scale)
+
+    return _Pending(works, finish)
+
+
+def _all_reduce_by_parts(x: Tensor, group: ProcessGroup, scale: float) -> _Pending:
+    """Every rank sums one part of the contiguous `x`, times `scale`, and sends it to the others."""
+    size, rank = group.size(), group.rank()
+    parts = list(x.view(-1).tensor_split(size))
+    own, gathering = parts[rank], _next_tag(group)
+    first = _reduce_part(own, parts, group, _next_tag(group), scale, wide=False)
+
+    def gather() -> None:
+        others = [None if r == rank else part for r, part in enumerate(parts)]
+        _Pending(_exchange([None if r == rank else own for r in range(size)], others, group, gathering)).wait()
+
+    return _Pending([first], gather)
+
+
+@_tells
 def all_gather(
     output: Tensor, input: Tensor, group: ProcessGroup | None, *, purpose: str, async_op: bool = False
 ) -> Handle:
@@ -198,12 +471,9 @@ def all_gather(
         mine = input.contiguous()
         if slices[rank].data_ptr() != mine.data_ptr():
             slices[rank].copy_(mine)
-        transfers = []
-        for peer in (r for r in range(size) if r != rank):
-            other = dist.get_global_rank(group, peer)
-            transfers.append(dist.P2POp(dist.isend, mine, other, group))
-            transfers.append(dist.P2POp(dist.irecv, slices[peer], other, group))
-        pending = _Pending(dist.batch_isend_irecv(transfers))
+        others = [None if r == rank else slices[r] for r in range(size)]
+        works = _exchange([None if r == rank else mine for r in range(size)], others, group, _next_tag(group))
+        pending = _Pending(works)
     else:
         pending = _Pending([_all_gather_single(output, input.contiguous(), group=group, async_op=True)])
     if not async_op:
@@ -211,6 +481,7 @@ def all_gather(
     return pending
 
 
+@_tells
 def all_to_all(
     output: Tensor,
     input: Tensor,
@@ -229,6 +500,7 @@ def all_to_all(
     dist.all_to_all_single(output, input.contiguous(), output_splits, input_splits, group=group)
 
 
+@_tells
 def broadcast(x: Tensor, group: ProcessGroup | None, *, source: int = 0, purpose: str) -> None:
     """Overwrite `x` on every rank with the values of the rank at place `source` of the group."""
     if _alone(group):
@@ -241,6 +513,7 @@ def broadcast(x: Tensor, group: ProcessGroup | None, *, source: int = 0, purpose
         x.copy_(buffer)
 
 
+@_tells
 def barrier(group: ProcessGroup | None, *, purpose: str) -> None:
     """Wait until every rank of the group is here."""
     if _alone(group):
@@ -253,6 +526,7 @@ def barrier(group: ProcessGroup | None, *, purpose: str) -> None:
 # -- Python objects (start-up, checkpoints; never per step) ------------------------------------------------------
 
 
+@_tells
 def all_gather_object(obj: Any, group: ProcessGroup | None, *, purpose: str) -> list[Any]:
     """Every rank's object, in rank order."""
     if _alone(group):
@@ -264,6 +538,7 @@ def all_gather_object(obj: Any, group: ProcessGroup | None, *, purpose: str) -> 
     return objects
 
 
+@_tells
 def broadcast_object(obj: Any, group: ProcessGroup | None, *, source: int = 0, purpose: str) -> Any:
     """The object of the rank at place `source` of the group."""
     if _alone(group):

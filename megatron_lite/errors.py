@@ -3,7 +3,8 @@
     ConfigError       flags, values and combinations of them
     DataError         corpora, tokenizers, caches
     CheckpointError   saving and loading
-    RankFailure       another rank failed, hangs, or disagrees
+    RankFailure       a rank failed, hangs, or disagrees
+      PeerLost          another one, as this rank sees it
 
 The entry points print the text and exit with a status other than 0; a traceback is for our own bugs only.
 """
@@ -56,3 +57,7 @@ class CheckpointError(MegatronLiteError):
 
 class RankFailure(MegatronLiteError):
     """A rank that failed, hangs or holds other values than its peers."""
+
+
+class PeerLost(RankFailure):
+    """Another rank is gone, or never came to a collective: this rank is a witness, and the cause lies elsewhere."""

@@ -5,6 +5,12 @@
     dp   ranks that split the batch          embd     stages that hold the tied word embedding
     cp   ranks that split the sequence       ep, ...  experts
 
+With several optimizer instances dp_cp falls into consecutive parts:
+
+    intra_dp_cp      one part: ranks that share out one copy of the optimizer state
+    inter_dist_opt   ranks at the same place of all parts: they hold the same shard
+    intra_dist_opt   all ranks of one instance: gradient norm, found-inf
+
 A group is None when this rank is alone in it: `collectives` then returns the input, and no communicator exists.
 """
 
@@ -21,7 +27,10 @@ _registered: ProcessGroupCollection | None = None
 
 @dataclass(kw_only=True)
 class ProcessGroupCollection:
-    """Groups by name; all None is a run of one process."""
+    """Groups by name; all None is a run of one process.
+
+    hcp: the levels of hierarchical context parallelism, innermost first; None without it.
+    """
 
     tp: ProcessGroup | None = None
     cp: ProcessGroup | None = None
@@ -39,10 +48,16 @@ class ProcessGroupCollection:
     tp_ep: ProcessGroup | None = None
     tp_ep_pp: ProcessGroup | None = None
     expt_dp: ProcessGroup | None = None
+    intra_dp_cp: ProcessGroup | None = None
+    inter_dist_opt: ProcessGroup | None = None
+    intra_expt_dp: ProcessGroup | None = None
+    inter_expt_dp: ProcessGroup | None = None
+    intra_dist_opt: ProcessGroup | None = None
+    hcp: list[ProcessGroup | None] | None = None
 
     @classmethod
     def names(cls) -> list[str]:
-        """Every group's name, in the order in which the groups are made."""
+        """Every field's name."""
         return [f.name for f in fields(cls)]
 
     @staticmethod

@@ -8,7 +8,8 @@ __getattr__, __dir__, __all__ = lazy_face(
         "distributed_data_parallel_config": ["DistributedDataParallelConfig"],
         "distributed_data_parallel": ["DistributedDataParallel"],
         "finalize_model_grads": ["finalize_model_grads"],
-        "param_and_grad_buffer": ["ParamAndGradBuffer", "BucketGroup", "Bucket"],
+        "param_and_grad_buffer": ["ParamAndGradBuffer", "Bucket"],
+        "bucket_group": ["BucketGroup"],
         "buffer_layout": [],
     },
 )

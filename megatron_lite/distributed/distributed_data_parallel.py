@@ -4,6 +4,9 @@
         hook: main_grad += grad, grad = None             fused layers have added theirs already and leave no grad
         last micro-batch, overlap: count; a full bucket group starts its collective
     finish_grad_sync()                                   (once a step: starts what was not started, waits)
+    the optimizer steps on its shard of every bucket, and calls params_updated()
+    forward reaches a module with parameters             (overlap of the gather: the first micro-batch)
+        hook: wait for the module's bucket group, start the gather of the next
 
 What a layer that accumulates by itself must do: add into `weight.main_grad` inside backward and return None for the
 weight. The hook fires all the same. (A layer may also return a stand-in and set `weight.grad_added_to_main_grad`, as
@@ -21,24 +24,13 @@ from torch import Tensor, nn
 
 from megatron_lite import collectives
 from megatron_lite.collectives import group_rank, group_size
+from megatron_lite.distributed.bucket_group import BucketGroup
 from megatron_lite.distributed.buffer_layout import default_bucket_size
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron_lite.distributed.param_and_grad_buffer import BucketGroup, ParamAndGradBuffer
+from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_lite.errors import ConfigError
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.process_groups_config import ProcessGroupCollection
-
-# Fields whose capability has not landed, with the value that asks for nothing.
-_NOT_YET = {
-    "use_distributed_optimizer": False,
-    "overlap_param_gather": False,
-    "align_param_gather": False,
-    "num_distributed_optimizer_instances": 1,
-    "check_for_large_grads": False,
-    "pad_buckets_for_high_nccl_busbw": False,
-    "reduce_scatter_with_fp32_accumulation": False,
-    "param_name_patterns_for_fp32_local_accumulation": [],
-}
 
 
 class DistributedDataParallel(nn.Module):
@@ -50,9 +42,12 @@ class DistributedDataParallel(nn.Module):
         module: the model, on its device and in its number format. Its parameters move into flat memory: write into
             them in place from now on.
         disable_bucketing: one bucket, also with overlap (model chunks after the first).
-        pg_collection: None = the registered groups. Gradients are summed over `dp_cp`, those of experts over `expt_dp`.
+        pg_collection: None = the registered groups. Gradients are summed over `dp_cp`, those of experts over `expt_dp`;
+            with several instances of a distributed optimizer, first over `intra_dp_cp` (`intra_expt_dp`), then over
+            `inter_dist_opt`.
 
     Attributes: grad_buffers: the flat buffers; bucket_groups: what is reduced together, in launching order;
+        force_all_reduce: bring gradients to every rank also with a distributed optimizer;
         modules_after_grad_sync: modules with a method `after_grad_sync(pg_collection)`, called by finalize_model_grads.
     """
 
@@ -68,25 +63,27 @@ class DistributedDataParallel(nn.Module):
         self.config, self.ddp_config, self.module = config, ddp_config, module
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self._per_token = bool(getattr(config, "calculate_per_token_loss", False))
-        _check(ddp_config, self._per_token)
+        self.force_all_reduce = False
+        _check(ddp_config, self._per_token, self.pg_collection)
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.bucket_size = self._bucket_size(disable_bucketing, sum(p.numel() for _, p in trainable))
         self.grad_buffers = self._make_buffers(trainable)
-        self.bucket_groups: list[BucketGroup] = []
-        group_of: dict[nn.Parameter, BucketGroup] = {}
-        for buffer in self.grad_buffers:
-            for bucket in buffer.buckets:
-                self.bucket_groups.append(BucketGroup([bucket], ddp_config, buffer.group))
-                group_of |= dict.fromkeys(bucket.params.values(), self.bucket_groups[-1])
+        self.bucket_groups = self._make_groups(disable_bucketing)
+        self._group_of = {
+            param: group for group in self.bucket_groups for bucket in group.buckets for param in bucket.params.values()
+        }
         # The graph's accumulation node of a parameter lives as long as somebody holds it, and its hooks with it.
         self._accumulators = []
         for _, param in trainable:
             node = param.expand_as(param).grad_fn
             assert node is not None, "a trainable parameter has a graph"
             accumulator: Any = node.next_functions[0][0]
-            accumulator.register_hook(self._hook(param, group_of[param]))
+            accumulator.register_hook(self._hook(param, self._group_of[param]))
             self._accumulators.append(accumulator)
         self.modules_after_grad_sync: list[Any] = [m for m in module.modules() if hasattr(m, "after_grad_sync")]
+        self._pre_hooks: list[Any] = []
+        if ddp_config.overlap_param_gather:
+            self.enable_forward_pre_hook()
 
     def _bucket_size(self, disable_bucketing: bool, numel: int) -> int | None:
         """Elements per bucket; None: one bucket. Only overlap has a use for several."""
@@ -114,9 +111,28 @@ class DistributedDataParallel(nn.Module):
                     group,
                     self._scaling_factor(is_expert),
                     is_expert,
+                    self.pg_collection.intra_expt_dp if is_expert else self.pg_collection.intra_dp_cp,
                 )
             )
         return buffers
+
+    def _make_groups(self, disable_bucketing: bool) -> list[BucketGroup]:
+        """A group for each bucket; where bucketing is disabled one for all dense, and one for all expert buckets."""
+        groups = []
+        for is_expert in (False, True):
+            buffers = [buffer for buffer in self.grad_buffers if buffer.is_expert == is_expert]
+            buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+            parts = [buckets] if disable_bucketing and buckets else [[bucket] for bucket in buckets]
+            across = self.pg_collection.inter_expt_dp if is_expert else self.pg_collection.inter_dist_opt
+            if self.ddp_config.num_distributed_optimizer_instances == 1:
+                across = None
+            kind = [
+                BucketGroup(part, self.ddp_config, buffers[0].group, buffers[0].shard_group, across) for part in parts
+            ]
+            for group, before in zip(kind[1:], kind):
+                group.before = before
+            groups += kind
+        return groups
 
     def _scaling_factor(self, is_expert: bool) -> float:
         """What gradients are multiplied by before they are summed, so that the result is the mean over dp_cp.
@@ -142,7 +158,7 @@ class DistributedDataParallel(nn.Module):
                     param.main_grad.add_(grad)  # type: ignore[attr-defined]
                 param.grad = None
             if overlap:
-                group.register_grad_ready(param)
+                group.register_grad_ready(param, self.force_all_reduce)
 
         return hook
 
@@ -173,20 +189,87 @@ class DistributedDataParallel(nn.Module):
     def start_grad_sync(self, *unused: Any) -> None:
         """Start the reduction of every bucket group. Without overlap it is done on return."""
         for group in self.bucket_groups:
-            group.start_grad_sync()
+            group.start_grad_sync(self.force_all_reduce)
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Return when every gradient is summed over the ranks, starting what has not been started.
 
+        With a distributed optimizer only this rank's shard of each bucket holds sums then.
+
+        Args:
+            force_all_reduce: bring all sums to every rank (what was started in backward goes by the attribute).
         Raises: RankFailure; see `BucketGroup.finish_grad_sync`.
         """
         for group in self.bucket_groups:
-            group.finish_grad_sync()
+            group.finish_grad_sync(force_all_reduce or self.force_all_reduce)
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """All gradients times a number."""
         for buffer in self.grad_buffers:
             buffer.scale(scaling_factor)
+
+    # -- parameters of a distributed optimizer ---------------------------------------------------------------------
+
+    def params_updated(self) -> None:
+        """The optimizer has written its shards of the parameters: gather them, or let the next forward do it."""
+        if not self.ddp_config.use_distributed_optimizer:
+            return
+        for group in self.bucket_groups:
+            group.params_updated()
+        if not self._pre_hooks:
+            self.start_param_sync(force_sync=True)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Gather all parameters from the ranks' shards; with overlap it is only started.
+
+        Args:
+            force_sync: return when it is done, also with overlap.
+            force_dispatch: accepted for scripts written for Megatron.
+        """
+        if not self.ddp_config.use_distributed_optimizer:
+            return
+        for group in reversed(self.bucket_groups):
+            group.start_param_sync(force_sync)
+
+    def finish_param_sync(self) -> None:
+        """Return when all parameters are whole: gathers what has not been, and nothing else."""
+        for group in reversed(self.bucket_groups):
+            group.finish_param_sync()
+
+    def enable_forward_pre_hook(self) -> None:
+        """From now on forward gathers parameters as it reaches them.
+
+        A module that uses the parameters of another one must run after it, as a tied output layer does.
+        """
+        assert self.ddp_config.overlap_param_gather and not self._pre_hooks, "with --overlap-param-gather, and once"
+        for module in self.module.modules():
+            params = [p for p in module.parameters(recurse=False) if p in self._group_of]
+            groups = list(dict.fromkeys(self._group_of[param] for param in params))
+            if groups:
+                self._pre_hooks.append(module.register_forward_pre_hook(self._pre_hook(groups)))
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Forward gathers nothing any more.
+
+        Args:
+            param_sync: gather what is to be gathered now.
+        """
+        assert self._pre_hooks, "the hooks are not there"
+        for hook in self._pre_hooks:
+            hook.remove()
+        self._pre_hooks = []
+        if param_sync:
+            self.finish_param_sync()
+
+    def _pre_hook(self, groups: list[BucketGroup]) -> Callable[..., None]:
+        """Called before a module's forward. `groups`: where its parameters are."""
+        aligned = self.ddp_config.align_param_gather  # then the schedule starts gathers, on all stages at once
+
+        def hook(*_: Any) -> None:
+            for group in groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=aligned)
+
+        return hook
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
@@ -203,26 +286,31 @@ class DistributedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's, under its own names."""
+        self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The model's."""
         assert not assign, "parameters live in flat memory: values are copied in"
+        self.finish_param_sync()  # a gather under way would overwrite what is loaded
         return self.module.load_state_dict(state_dict, strict=strict)
 
 
-def _check(ddp_config: DistributedDataParallelConfig, per_token: bool) -> None:
-    """Raises ConfigError for what cannot be done, or not yet."""
-    asked = [name for name, value in _NOT_YET.items() if getattr(ddp_config, name) != value]
-    if asked:
-        raise ConfigError(
-            f"DistributedDataParallelConfig: {', '.join(f'{n}={getattr(ddp_config, n)}' for n in asked)}",
-            why="not built in this version",
-            fix="leave it at its default",
-        )
+def _check(ddp_config: DistributedDataParallelConfig, per_token: bool, pg_collection: ProcessGroupCollection) -> None:
+    """Raises ConfigError for options that contradict the model or the groups."""
     if ddp_config.average_in_collective and per_token:
         raise ConfigError(
             "--ddp-average-in-collective with --calculate-per-token-loss",
             why="gradients are then sums over tokens and divided by the tokens of all ranks",
             fix="leave one of them out",
         )
+    instances = ddp_config.num_distributed_optimizer_instances
+    if instances > 1:
+        for whole, part in (("dp_cp", "intra_dp_cp"), ("expt_dp", "intra_expt_dp")):
+            ranks, owners = (group_size(getattr(pg_collection, name)) for name in (whole, part))
+            if owners * instances != ranks and not (whole == "expt_dp" and ranks == 1):
+                raise ConfigError(
+                    f"num_distributed_optimizer_instances={instances}: {owners} ranks in {part}, {ranks} in {whole}",
+                    why="every instance of the optimizer is shared by an equal part of the data-parallel ranks",
+                    fix="initialize_model_parallel(..., num_distributed_optimizer_instances=...) makes such groups",
+                )

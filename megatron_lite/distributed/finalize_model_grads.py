@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from megatron_lite import collectives
 from megatron_lite.collectives import group_size
 from megatron_lite.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron_lite.distributed.param_and_grad_buffer import reduced_grad
 from megatron_lite.process_groups_config import ProcessGroupCollection
 
 
@@ -74,9 +75,9 @@ def _reduce_over_tensor_parallel_ranks(model: list[DistributedDataParallel], tp:
             if not param.requires_grad:
                 continue
             if getattr(param, "average_gradients_across_tp_domain", False):
-                means.append(_main_grad(param))
+                means.append(reduced_grad(param))
             elif (sequence_parallel and getattr(param, "sequence_parallel", False)) or _is_qk_norm(name):
-                sums.append(_main_grad(param))
+                sums.append(reduced_grad(param))
     _all_reduce_together(sums, tp, "sum")
     _all_reduce_together(means, tp, "avg")
 
@@ -105,11 +106,7 @@ def _reduce_shared(
     for chunk in model:
         for param in chunk.module.parameters():
             if param.requires_grad and is_shared(param):
-                collectives.all_reduce(_main_grad(param), group, purpose="shared embedding gradients")
-
-
-def _main_grad(param: nn.Parameter) -> Tensor:
-    return param.main_grad  # type: ignore[attr-defined]
+                collectives.all_reduce(reduced_grad(param), group, purpose="shared embedding gradients")
 
 
 class _timed:

@@ -143,7 +143,7 @@ def _launch_order():
     started = []
     for number, group in enumerate(ddp.bucket_groups):
         start = group.start_grad_sync
-        group.start_grad_sync = lambda number=number, start=start: (started.append(number), start())
+        group.start_grad_sync = lambda *_, number=number, start=start: (started.append(number), start())
     for step in range(2):
         started.clear()
         ddp.zero_grad_buffer()

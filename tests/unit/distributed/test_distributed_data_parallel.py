@@ -8,6 +8,8 @@ from torch import nn
 
 from megatron_lite import collectives
 from megatron_lite.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron_lite.distributed.grad_checks import WARM_UP, LargeGradients
+from megatron_lite.distributed.param_and_grad_buffer import reduced_grad
 from megatron_lite.errors import ConfigError, RankFailure
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from tests.unit.optimizer.models import SmallModel, rows_of
@@ -226,18 +228,150 @@ def test_bucket_sizes_follow_the_options():
 @pytest.mark.parametrize(
     "options",
     [
-        dict(use_distributed_optimizer=True),
-        dict(check_for_large_grads=True),
-        dict(reduce_scatter_with_fp32_accumulation=True),
-        dict(pad_buckets_for_high_nccl_busbw=True),
-        dict(param_name_patterns_for_fp32_local_accumulation=["norm"]),
-        dict(num_distributed_optimizer_instances=2),
+        dict(delay_wgrad_compute=True),
+        dict(fp8_param_gather=True),
+        dict(use_megatron_fsdp=True),
+        dict(data_parallel_sharding_strategy="optim_grads"),
+        dict(preserve_fp32_weights=False),
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_options_that_have_not_landed_stop_the_run(options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        _wrap(**options)
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*(?s:.)*not built in this version"):
+        DistributedDataParallelConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(overlap_param_gather=True, use_distributed_optimizer=True), "--overlap-grad-reduce"),
+        (dict(pad_buckets_for_high_nccl_busbw=True), "--ddp-pad-buckets-for-high-nccl-busbw without"),
+        (dict(reduce_scatter_with_fp32_accumulation=True), "--use-distributed-optimizer"),
+        (dict(num_distributed_optimizer_instances=2), "--num-distributed-optimizer-instances 2 without"),
+        (dict(num_distributed_optimizer_instances=0), "--num-distributed-optimizer-instances 0"),
+        (
+            dict(
+                use_distributed_optimizer=True,
+                num_distributed_optimizer_instances=2,
+                reduce_scatter_with_fp32_accumulation=True,
+            ),
+            "one sum in fp32",
+        ),
+        (
+            dict(
+                use_distributed_optimizer=True, average_in_collective=True, reduce_scatter_with_fp32_accumulation=True
+            ),
+            "one sum in fp32",
+        ),
+        (
+            dict(param_name_patterns_for_fp32_local_accumulation=["all"], grad_reduce_in_fp32=True),
+            "--grad-reduce-in-bf16",
+        ),
+        (dict(bucket_size=3, num_buckets=2), "--ddp-bucket-size 3 and --ddp-num-buckets 2"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        DistributedDataParallelConfig(**options)
+
+
+def test_every_field_of_the_config_has_megatrons_default():
+    config = DistributedDataParallelConfig()
+    on = {"gradient_reduce_div_fusion", "preserve_fp32_weights"}
+    other = {
+        "num_distributed_optimizer_instances": 1,
+        "bucket_size": None,
+        "num_buckets": None,
+        "param_name_patterns_for_fp32_local_accumulation": [],
+        "data_parallel_sharding_strategy": "no_shard",
+        "outer_dp_sharding_strategy": "no_shard",
+        "suggested_communication_unit_size": None,
+    }
+    for name, value in vars(config).items():
+        assert value == other.get(name, name in on), name
+    assert len(vars(config)) >= 26
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_user_buffers_are_refused_where_nccl_does_not_run(settings, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    with pytest.raises(ConfigError, match="--use-nccl-ub on cpu with one rank"):
+        _wrap(nccl_ub=True)
+
+
+def test_instances_must_fit_the_groups():
+    """Groups that were made for another number of instances would sum over the wrong ranks."""
+    with pytest.raises(ConfigError, match="num_distributed_optimizer_instances=2: 1 ranks in intra_dp_cp, 1 in dp_cp"):
+        _wrap(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+
+
+def test_where_bucketing_is_disabled_all_dense_and_all_expert_buckets_travel_together():
+    """Two number formats are two buffers, and still one message group."""
+    model = SmallModel().bfloat16()
+    model.norm.float()
+    model.second.weight.allreduce = False
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    together = DistributedDataParallel(ModelParallelConfig(), config, model, disable_bucketing=True)
+    names = [{n for b in group.buckets for n in b.params} for group in together.bucket_groups]
+    assert [len(group.buckets) for group in together.bucket_groups] == [2, 1]
+    assert names[1] == {"second.weight"} and "norm.bias" in names[0] and "embedding.weight" in names[0]
+
+
+def test_a_shard_is_all_of_a_bucket_without_a_distributed_optimizer():
+    for sharded in (False, True):
+        ddp = _wrap(use_distributed_optimizer=sharded, overlap_grad_reduce=True, bucket_size=60)
+        (buffer,) = ddp.grad_buffers
+        assert [b.shard for b in buffer.buckets] == [b.range for b in buffer.buckets] == list(buffer.shards)
+        for bucket in buffer.buckets:
+            assert bucket.grad_shard.data_ptr() == buffer.grad_data[bucket.range.start :].data_ptr()
+            assert bucket.param_shard.data_ptr() == buffer.param_data[bucket.range.start :].data_ptr()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_patterns_choose_what_accumulates_in_fp32_beside_a_16_bit_buffer(overlap):
+    """600 gradients of 1 in bf16 stop growing at 256; in fp32 they are 600, and what is reduced is rounded once."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    for patterns, expected in ((["*weight"], 600.0), (["all"], 600.0), (["bias*", "Weight"], 256.0)):
+        ddp = _wrap(
+            nn.Linear(1, 1, bias=False).bfloat16(),
+            param_name_patterns_for_fp32_local_accumulation=patterns,
+            overlap_grad_reduce=overlap,
+        )
+        for _ in range(2):
+            ddp.zero_grad_buffer()
+            with ddp.no_sync():
+                for _ in range(599):
+                    ddp(one).sum().backward()
+            ddp(one).sum().backward()
+            finalize_model_grads([ddp])
+            (buffer,) = ddp.grad_buffers
+            assert buffer.grad_data.dtype == torch.bfloat16
+            assert buffer.grad_data.item() == reduced_grad(ddp.module.weight).item() == expected
+
+
+def test_C065_a_gradient_far_above_the_largest_before_is_named_with_parameter_bucket_and_rank():
+    ddp = _wrap(check_for_large_grads=True)
+    (group,) = ddp.bucket_groups
+
+    def step(factor, culprit=1.0):
+        ddp.zero_grad_buffer()
+        for param in ddp.module.parameters():
+            param.main_grad.fill_(factor)
+        ddp.module.norm.bias.main_grad.mul_(culprit)
+        ddp.finish_grad_sync()
+
+    step(1.0, 1e6)  # in the first steps everything is usual
+    group._large[0].largest = 0.0
+    for number in range(WARM_UP):
+        step(1.0 + number % 3)
+    step(29.0)  # less than ten times the largest
+    before = [p.detach().clone() for p in ddp.module.parameters()]
+    with pytest.raises(
+        RankFailure, match=r"rank 0: the gradients of bucket 0 have norm .*most of it is in norm\.bias \("
+    ):
+        step(1.0, 1e6)
+    assert all(torch.equal(a, b) for a, b in zip(before, ddp.module.parameters()))
+    LargeGradients().check(group.buckets[0])  # one that has seen nothing says nothing
 
 
 def test_averaging_in_the_collective_excludes_per_token_loss():
