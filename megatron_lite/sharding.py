@@ -112,3 +112,35 @@ def boxes_of_range(shape: Index, begin: int, end: int) -> Iterator[tuple[Index, 
     if last * row < end:
         for offset, size in boxes_of_range(shape[1:], 0, end - last * row):
             yield (last, *offset), (1, *size)
+
+
+def flat_range(spec: ShardSpec, begin: int, end: int) -> ShardSpec:
+    """Where the elements `[begin, end)` of a rank's flattened tensor lie in the global one.
+
+    Returns: a description for a flat tensor of `end - begin` elements: `local_offset` is one number, from which on a
+        piece lies row by row. Pieces come in no order, touch each element once.
+    """
+    shape = spec.local_shape
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    pieces = []
+    for offset, size in boxes_of_range(shape, begin, end):
+        for piece in spec.pieces:
+            start = tuple(map(max, offset, piece.local_offset))
+            stop = tuple(min(o + n, p + m) for o, n, p, m in zip(offset, size, piece.local_offset, piece.shape))
+            if any(a >= b for a, b in zip(start, stop)):
+                continue
+            for at, cut in _row_by_row(start, tuple(b - a for a, b in zip(start, stop)), shape):
+                there = tuple(g + a - o for g, a, o in zip(piece.global_offset, at, piece.local_offset))
+                pieces.append(Piece(there, (sum(a * n for a, n in zip(at, strides)) - begin,), cut))
+    return ShardSpec(spec.name, spec.global_shape, tuple(pieces))
+
+
+def _row_by_row(start: Index, cut: Index, shape: Index) -> Iterator[tuple[Index, Index]]:
+    """A box of a tensor, divided until each part is one run of the tensor's memory."""
+    lead = next((d for d, n in enumerate(cut) if n > 1), len(cut))
+    if cut[lead + 1 :] == shape[lead + 1 :]:
+        yield start, cut
+        return
+    for i in range(cut[lead]):
+        at = (*start[:lead], start[lead] + i, *start[lead + 1 :])
+        yield from _row_by_row(at, (*cut[:lead], 1, *cut[lead + 1 :]), shape)

@@ -7,10 +7,13 @@ __getattr__, __dir__, __all__ = lazy_face(
     {
         "optimizer_config": ["OptimizerConfig"],
         "builder": ["get_megatron_optimizer"],
-        "optimizer": ["MegatronOptimizer"],
+        "optimizer": ["ChainedOptimizer", "MegatronOptimizer"],
+        "distrib_optimizer": ["DistributedOptimizer"],
         "grad_scaler": ["ConstantGradScaler", "DynamicGradScaler", "MegatronGradScaler"],
         "param_groups": ["get_param_groups"],
-        "clip_grads": [],
+        "clip_grads": ["get_grad_norm_fp32"],
         "flat_shard": ["FlatShard"],
+        "inner": [],
+        "lion": ["Lion"],
     },
 )

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from megatron_lite.collectives import group_rank
-from megatron_lite.distributed.buffer_layout import Range
+from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_lite.errors import ConfigError
-from megatron_lite.optimizer.flat_shard import FlatShard
+from megatron_lite.optimizer.distrib_optimizer import DistributedOptimizer, owned_ranges, whole_range
+from megatron_lite.optimizer.flat_shard import FlatShard, Storage, divide_for_host
 from megatron_lite.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
-from megatron_lite.optimizer.optimizer import MegatronOptimizer
+from megatron_lite.optimizer.inner import check_optimizer, torch_optimizers
+from megatron_lite.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.optimizer.param_groups import Condition, get_param_groups
 from megatron_lite.process_groups_config import ProcessGroupCollection
-
-# optimizer -> names of its moments in torch's state
-_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def get_megatron_optimizer(
@@ -43,14 +43,7 @@ def get_megatron_optimizer(
         dump_param_to_param_group_map: write {parameter name: number of its group} to this JSON file.
     Raises: ConfigError.
     """
-    if config.optimizer not in _MOMENTS:
-        raise ConfigError(
-            f"--optimizer {config.optimizer}", why="not built in this version", fix="--optimizer adam or sgd"
-        )
-    if config.use_distributed_optimizer:
-        raise ConfigError(
-            "--use-distributed-optimizer", why="not built in this version", fix="leave --use-distributed-optimizer out"
-        )
+    check_optimizer(config)
     if config.lr is None:
         raise ConfigError("--lr is missing", why="an optimizer needs a learning rate", fix="for example --lr 3e-4")
     chunks: list[DistributedDataParallel] = []
@@ -61,6 +54,13 @@ def get_megatron_optimizer(
                 why="the optimizer steps on the flat buffers of DistributedDataParallel, also on one rank",
                 fix="DistributedDataParallel(config, ddp_config, module)",
             )
+        if chunk.ddp_config.use_distributed_optimizer != config.use_distributed_optimizer:
+            raise ConfigError(
+                f"use_distributed_optimizer is {chunk.ddp_config.use_distributed_optimizer} in "
+                f"DistributedDataParallelConfig and {config.use_distributed_optimizer} in OptimizerConfig",
+                why="the buffers are laid out for the optimizer",
+                fix="the same value in both",
+            )
         chunks.append(chunk)
     pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     groups = get_param_groups(chunks, config, no_weight_decay_cond, scale_lr_cond, lr_mult, mp_group=pg_collection.mp)
@@ -68,21 +68,83 @@ def get_megatron_optimizer(
     if dump_param_to_param_group_map is not None:
         names = {name: group_of[p] for chunk in chunks for name, p in chunk.module.named_parameters() if p in group_of}
         Path(dump_param_to_param_group_map).write_text(json.dumps(names, indent=1) + "\n")
+    stacked = _stacked_matrices(chunks, config, pg_collection)
+    matrices = {number for number, group in enumerate(groups) if group["is_matrix"]}
     counted = {param for param in group_of if _counts_here(param, pg_collection)}
-    shards = [
-        FlatShard(buffer, Range(0, buffer.layout.numel), group_of, counted)
-        for chunk in chunks
-        for buffer in chunk.grad_buffers
-    ]
-    return MegatronOptimizer(
-        _torch_optimizer(config, groups, shards),
-        config,
-        shards,
-        _grad_scaler(config),
-        pg_collection.mp,
-        pg_collection.tp_ep_pp,
-        has_experts=any(group["is_expert_parallel"] for group in groups),
+    device = next((param.device for chunk in chunks for param in chunk.parameters()), torch.device("cpu"))
+    scaler = _grad_scaler(config)
+    parts: list[MegatronOptimizer] = []
+    for is_expert in sorted({group["is_expert_parallel"] for group in groups}):
+        buffers = [buffer for chunk in chunks for buffer in chunk.grad_buffers if buffer.is_expert == is_expert]
+        numbers = [number for number, group in enumerate(groups) if group["is_expert_parallel"] == is_expert]
+        shards = [
+            FlatShard(buffer, part, group_of, counted, apart=matrices, storage=_storage(config, on_host))
+            for buffer in buffers
+            for range in (owned_ranges(buffer) if config.use_distributed_optimizer else [whole_range(buffer)])
+            for part, on_host in divide_for_host(buffer, range, _offloaded(config))
+        ]
+        own_groups = {number: groups[number] for number in numbers}
+        optimizers = torch_optimizers(config, own_groups, shards, buffers, pg_collection, stacked)
+        if config.use_distributed_optimizer:
+            group = _stats_group_of_shards(pg_collection, buffers)
+            parts.append(DistributedOptimizer(optimizers, config, shards, scaler, group, device, chunks))
+        else:
+            group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
+            parts.append(MegatronOptimizer(optimizers, config, shards, scaler, group, device))
+    return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
+
+
+def _offloaded(config: OptimizerConfig) -> float:
+    return config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+
+
+def _storage(config: OptimizerConfig, on_host: bool) -> Storage:
+    return Storage(
+        main_grads=config.main_grads_dtype,
+        states={"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype},
+        on_host=on_host,
+        pin_params=config.pin_cpu_params,
+        pin_grads=config.pin_cpu_grads,
     )
+
+
+def _stacked_matrices(
+    chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, pg_collection: ProcessGroupCollection
+) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Weights that hold queries, keys and values: rows of each, in a query group."""
+    stacked: dict[nn.Parameter, tuple[int, ...]] = {}
+    if config.optimizer != "muon":
+        return stacked
+    for chunk in chunks:
+        model: Any = chunk.config
+        for name, param in chunk.module.named_parameters():
+            if not name.endswith("linear_qkv.weight"):
+                continue
+            heads, groups, size = model.num_attention_heads, model.num_query_groups, model.kv_channels
+            if group_size(pg_collection.tp) > groups:
+                raise ConfigError(
+                    f"--optimizer muon with {groups} query groups on {group_size(pg_collection.tp)} tensor-parallel "
+                    "ranks",
+                    why="ranks then hold copies of keys and values, and the matrix is no longer the ranks' blocks",
+                    fix=f"--tensor-model-parallel-size {groups}, or another optimizer",
+                )
+            if config.muon_split_qkv:
+                stacked[param] = (heads // groups * size, size, size)
+    return stacked
+
+
+def _stats_group_of_shards(
+    pg_collection: ProcessGroupCollection, buffers: Sequence[ParamAndGradBuffer]
+) -> ProcessGroup | None:
+    """Ranks whose shards are one model copy."""
+    sharding = max((group_size(buffer.shard_group) for buffer in buffers), default=1)
+    if group_size(pg_collection.intra_dist_opt) < sharding:
+        raise ConfigError(
+            "ProcessGroupCollection.intra_dist_opt is missing",
+            why="with a distributed optimizer gradients are spread over its ranks, and norms are summed over them",
+            fix="name the ranks that share one set of optimizer states (all ranks, with one instance)",
+        )
+    return pg_collection.intra_dist_opt
 
 
 def _counts_here(param: nn.Parameter, pg_collection: ProcessGroupCollection) -> bool:
@@ -92,42 +154,6 @@ def _counts_here(param: nn.Parameter, pg_collection: ProcessGroupCollection) -> 
     is_expert = not getattr(param, "allreduce", True)
     tp = pg_collection.expt_tp if is_expert else pg_collection.tp
     return getattr(param, "tensor_model_parallel", False) or group_rank(tp) == 0
-
-
-def _torch_optimizer(
-    config: OptimizerConfig, groups: list[dict[str, Any]], shards: Sequence[FlatShard]
-) -> torch.optim.Optimizer:
-    """torch's fused optimizer over the shards' segments, its moments already there: views of flat tensors."""
-    settings: list[dict[str, Any]] = []
-    for number, group in enumerate(groups):
-        tensors = [
-            tensor
-            for shard in shards
-            for (owner, _), (tensor, _) in zip(shard.segments, shard.segment_tensors)
-            if owner == number
-        ]
-        peak = config.lr if group.get("max_lr") is None else group["max_lr"]
-        values = {key: value for key, value in group.items() if key != "params"}
-        values |= {"lr": peak * group["lr_mult"], "weight_decay": config.weight_decay * group["wd_mult"]}
-        settings.append({"params": tensors, **values})
-    optimizer: torch.optim.Optimizer
-    if config.optimizer == "adam":
-        kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        betas = (config.adam_beta1, config.adam_beta2)
-        optimizer = kind(settings, lr=config.lr or 0.0, betas=betas, eps=config.adam_eps, fused=True)
-    else:
-        optimizer = torch.optim.SGD(settings, lr=config.lr or 0.0, momentum=config.sgd_momentum, fused=True)
-    names = _MOMENTS[config.optimizer]
-    if config.optimizer == "sgd" and config.sgd_momentum == 0.0:
-        names = ()
-    for shard in shards:
-        moments = {name: shard.add_state(name) for name in names}
-        for i, (tensor, _) in enumerate(shard.segment_tensors):
-            state: dict[str, Any] = {name: views[i] for name, views in moments.items()}
-            if config.optimizer == "adam":
-                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-            optimizer.state[tensor] = state
-    return optimizer
 
 
 def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:

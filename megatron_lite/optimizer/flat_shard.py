@@ -2,14 +2,15 @@
 
     buffer          |  p7 w  | p6 b |p5 b|   p4 w   | p3 b |      w: decayed weights, b: biases and norms
     shard           |================ one range ===========|      unsharded: all of the buffer
+                                 |===== one range ====|           sharded: this rank's part of every bucket
     segments        |--------|-----------|----------|------|      runs of one parameter group: what torch updates
 
     main            fp32 values: the parameters' own memory if they are fp32, else a copy of the range
     main_grad       fp32 gradients: the buffer's own memory if that is fp32, else a copy of the range
     state           exp_avg, ...: one flat tensor each
 
-Unsharded is the range that covers everything. A sharded optimizer owns a smaller range of every bucket; nothing else
-changes here.
+Unsharded is the range that covers everything. A sharded optimizer owns a smaller range of every bucket, whose first and
+last parameter may go on in another rank's; nothing else changes here.
 
 Why segments, and not a flat copy sorted by group: gradients already lie in one buffer, in the order of backward, which
 the buckets need. A sorted copy would cost a pass over all gradients in each step, while the fused kernel takes a list
@@ -19,14 +20,16 @@ of tensors and is only 1.1 times slower on 74 of them than on one. Norm, scaling
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.distributed.buffer_layout import Range, param_ranges_of_shard
 from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
-from megatron_lite.sharding import ShardSpec, whole
+from megatron_lite.sharding import ShardSpec, flat_range, whole
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,44 @@ class Part:
     place: Range
     in_param: Range
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other rank owns elements of the parameter."""
+        return self.in_param == Range(0, self.param.numel())
+
+    def spec(self) -> ShardSpec:
+        """Where the part lies in the global tensor."""
+        spec: ShardSpec = getattr(self.param, "shard", None) or whole(self.name, tuple(self.param.shape))
+        return spec if self.is_whole else flat_range(spec, self.in_param.start, self.in_param.end)
+
 
 @dataclass(frozen=True)
 class Run:
-    """Parts side by side, with the padding between them. numel: elements that belong to parameters."""
+    """Parts side by side, with the padding between them."""
 
     place: Range
-    numel: int
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(part.place.size for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the optimizer's memory is kept.
+
+    main_grads: number format in which the optimizer reads gradients; another one than fp32 saves the fp32 copy of
+    16-bit gradients; states: by name, fp32 where not named; on_host: main parameters, gradients and states lie in the
+    memory of the CPU, and the update runs there; pin_params, pin_grads: in pinned memory, where there is a GPU.
+    """
+
+    main_grads: torch.dtype = torch.float32
+    states: Mapping[str, torch.dtype] = field(default_factory=dict)
+    on_host: bool = False
+    pin_params: bool = True
+    pin_grads: bool = True
 
 
 class FlatShard:
@@ -57,6 +91,8 @@ class FlatShard:
         range: in the buffer.
         group_of: number of each parameter's group.
         counted: parameters that count in norms on this rank: not the second copies of one that another rank counts.
+        apart: groups whose parameters are segments of their own: updates that need to know the matrix.
+        storage: see `Storage`.
     """
 
     def __init__(
@@ -64,43 +100,81 @@ class FlatShard:
         buffer: ParamAndGradBuffer,
         range: Range,
         group_of: Mapping[nn.Parameter, int],
-        counted: set[nn.Parameter],
+        counted: AbstractSet[nn.Parameter],
+        apart: AbstractSet[int] = frozenset(),
+        storage: Storage = Storage(),
     ):
-        self.buffer, self.range = buffer, range
-        self.parts: list[Part] = []
-        for number, bucket in enumerate(buffer.layout.buckets):
-            shard = bucket.range.overlap(range)
-            if shard is None:
-                continue
-            for name, r in param_ranges_of_shard(buffer.layout, number, shard).items():
-                place = r.gbuf_world.shifted(-range.start)
-                self.parts.append(Part(name, buffer.params[name], place, r.param))
+        self.buffer, self.range, self._storage = buffer, range, storage
+        self.parts = parts_of(buffer, range)
         self._counted = [run for counts, run in _runs(self.parts, [p.param in counted for p in self.parts]) if counts]
         self.model_data = buffer.param_data[range.start : range.end]  # what forward reads
-        self.is_copy = buffer.param_dtype != torch.float32
-        self.main = self.model_data.float() if self.is_copy else self.model_data
+        self.on_host = storage.on_host and self.model_data.device.type != "cpu"
+        self.is_copy = buffer.param_dtype != torch.float32 or self.on_host
+        self.main = self.model_data
+        if self.is_copy:
+            self.main = self._memory(torch.float32, storage.pin_params)
+            self.copy_model_to_main()
         self._grad_copy: Tensor | None = None
+        self._host_grad: Tensor | None = None
         self.state: dict[str, Tensor] = {}
-        self.segments = _runs(self.parts, [group_of[part.param] for part in self.parts])  # (group, where)
+        self._state_views: dict[str, list[tuple[Run, Tensor]]] = {}
+        groups = [group_of[part.param] for part in self.parts]
+        kinds = [(group, number if group in apart else -1) for number, group in enumerate(groups)]
+        self.segments = [(group, run) for (group, _), run in _runs(self.parts, kinds)]  # (number of a group, where)
         self.segment_tensors = [(self.main[run.place.start : run.place.end], run.place) for _, run in self.segments]
 
-    def add_state(self, name: str) -> list[Tensor]:
-        """Flat zeros for a moment of the optimizer; its views by segment."""
-        flat = self.state[name] = torch.zeros_like(self.main)
-        return [flat[run.place.start : run.place.end] for _, run in self.segments]
+    def _memory(self, dtype: torch.dtype, pin: bool) -> Tensor:
+        if not self.on_host:
+            return torch.zeros_like(self.model_data, dtype=dtype)
+        return torch.zeros(self.range.size, dtype=dtype, device="cpu", pin_memory=pin)
+
+    def add_state(self, name: str, groups: AbstractSet[int]) -> dict[Tensor, Tensor]:
+        """Zeros for a state of the optimizer that steps on `groups`.
+
+        Returns: by segment of these groups its view of the state, whose flat memory is `state[name]`.
+        """
+        dtype = self._storage.states.get(name, torch.float32)
+        mine = [(run, main) for (group, run), (main, _) in zip(self.segments, self.segment_tensors) if group in groups]
+        sizes = [run.place.size for run, _ in mine]
+        flat = self.main.new_zeros(sum(sizes), dtype=dtype)
+        views = list(flat.split(sizes)) if mine else []
+        self.state[name] = flat
+        self._state_views[name] = [(run, view) for (run, _), view in zip(mine, views)]
+        return {main: view for (_, main), view in zip(mine, views)}
 
     def counted_runs(self, flat: Tensor) -> list[tuple[Tensor, int]]:
         """The parts of a flat tensor that count in norms: views, and how many elements in each are parameters'."""
         return [(flat[run.place.start : run.place.end], run.numel) for run in self._counted]
 
     def main_grad(self) -> Tensor:
-        """The range's gradients in fp32: the buffer's memory where it is fp32, else a copy, reused by the next call."""
+        """The range's gradients, on the model's device: the buffer's memory where it has the number format that the
+        optimizer reads, else a copy, reused by the next call."""
         grad = self.buffer.grad_data[self.range.start : self.range.end]
-        if grad.dtype == torch.float32:
+        if grad.dtype in (torch.float32, self._storage.main_grads):
             return grad
         if self._grad_copy is None:
-            self._grad_copy = torch.empty_like(self.main)
+            self._grad_copy = torch.empty_like(grad, dtype=self._storage.main_grads)
         return self._grad_copy.copy_(grad)
+
+    def attach_grads(self, grad: Tensor) -> None:
+        """Give each segment its gradients, beside its main parameters: `grad`, or `decoupled_grad` where torch would
+        refuse the number format."""
+        if self.on_host:
+            if self._host_grad is None:
+                self._host_grad = self._memory(grad.dtype, self._storage.pin_grads)
+            grad = self._host_grad.copy_(grad)
+        for tensor, place in self.segment_tensors:
+            own = grad[place.start : place.end]
+            if own.dtype == tensor.dtype:
+                tensor.grad = own
+            else:
+                tensor.decoupled_grad = own  # type: ignore[attr-defined]
+
+    def detach_grads(self) -> None:
+        """After the update: the gradients are the buffer's alone again."""
+        for tensor, _ in self.segment_tensors:
+            tensor.grad = None
+            tensor.decoupled_grad = None  # type: ignore[attr-defined]
 
     def copy_main_to_model(self) -> None:
         """After an update: round the main parameters into the model's."""
@@ -113,25 +187,60 @@ class FlatShard:
             self.main.copy_(self.model_data)
 
     def views(self) -> dict[str, dict[str, tuple[Tensor, ShardSpec]]]:
-        """By kind (`param` where it is a copy, and each state) and global parameter name: a view and its place."""
-        flats = ({"param": self.main} if self.is_copy else {}) | self.state
-        result: dict[str, dict[str, tuple[Tensor, ShardSpec]]] = {kind: {} for kind in flats}
-        for part in self.parts:
-            assert part.in_param == Range(0, part.param.numel()), "parameters cut between ranks are not built yet"
-            spec = getattr(part.param, "shard", None) or whole(part.name, tuple(part.param.shape))
-            for kind, flat in flats.items():
-                result[kind][spec.name] = (flat[part.place.start : part.place.end].view(part.param.shape), spec)
+        """By kind (`param` where it is a copy, and each state) and global parameter name: a view and its place.
+
+        A parameter that is the rank's alone is viewed in its shape, a part of one as a flat tensor.
+        """
+        everything = [(Run(Range(0, self.range.size), tuple(self.parts)), self.main)] if self.is_copy else []
+        kinds = ({"param": everything} if everything else {}) | self._state_views
+        result: dict[str, dict[str, tuple[Tensor, ShardSpec]]] = {kind: {} for kind in kinds}
+        for kind, runs in kinds.items():
+            for run, flat in runs:
+                for part in run.parts:
+                    view = flat[part.place.start - run.place.start : part.place.end - run.place.start]
+                    spec = part.spec()
+                    result[kind][spec.name] = (view.view(part.param.shape) if part.is_whole else view, spec)
         return result
 
 
-def _runs(parts: Sequence[Part], kinds: Sequence[int]) -> list[tuple[int, Run]]:
+def parts_of(buffer: ParamAndGradBuffer, range: Range) -> list[Part]:
+    """What lies of which parameter in a range of a buffer, in buffer order."""
+    parts = []
+    for number, bucket in enumerate(buffer.layout.buckets):
+        shard = bucket.range.overlap(range)
+        if shard is None:
+            continue
+        for name, r in param_ranges_of_shard(buffer.layout, number, shard).items():
+            parts.append(Part(name, buffer.params[name], r.gbuf_world.shifted(-range.start), r.param))
+    return parts
+
+
+def divide_for_host(buffer: ParamAndGradBuffer, range: Range, fraction: float) -> list[tuple[Range, bool]]:
+    """A range in two, cut between parameters so that about `fraction` of it is kept in host memory.
+
+    Returns: (range, whether it is the host's), without empty ones. What backward reaches first is the host's: its
+        gradients are there first.
+    """
+    if fraction == 0.0:
+        return [(range, False)]
+    wanted = range.start + fraction * range.size
+    borders = [range.start, range.end, *(part.place.start + range.start for part in parts_of(buffer, range))]
+    cut = min(borders, key=lambda border: abs(border - wanted))
+    halves = [(Range(range.start, cut), True), (Range(cut, range.end), False)]
+    return [(half, on_host) for half, on_host in halves if half.size > 0]
+
+
+Kind = TypeVar("Kind")
+
+
+def _runs(parts: Sequence[Part], kinds: Sequence[Kind]) -> list[tuple[Kind, Run]]:
     """Neighbours of one kind joined. The padding between two of them is zero in values, gradients and moments, and
     every optimizer leaves such elements at zero."""
-    runs: list[tuple[int, Run]] = []
+    runs: list[tuple[Kind, Run]] = []
     for part, kind in zip(parts, kinds):
         if runs and runs[-1][0] == kind:
             before = runs[-1][1]
-            runs[-1] = (kind, Run(Range(before.place.start, part.place.end), before.numel + part.place.size))
+            runs[-1] = (kind, Run(Range(before.place.start, part.place.end), (*before.parts, part)))
         else:
-            runs.append((kind, Run(part.place, part.place.size)))
+            runs.append((kind, Run(part.place, (part,))))
     return runs

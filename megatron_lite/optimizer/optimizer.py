@@ -6,9 +6,11 @@
              loss scale and clipping                 one divisor, applied by torch's fused kernel as it reads gradients
              torch.optim on segments of `main`
              main -> model parameters                one cast, where the model is 16-bit
+             gather                                  where the optimizer is sharded (distrib_optimizer.py)
 
 fp32 models and mixed precision are one code path: what differs is whether `main` is the model's memory (flat_shard.py)
-and whether there is a loss scale.
+and whether there is a loss scale. Dense parameters and experts are reduced over other ranks: each kind has its
+optimizer, and a `ChainedOptimizer` steps both by one norm.
 """
 
 from __future__ import annotations
@@ -23,45 +25,58 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
+from megatron_lite.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron_lite.errors import CheckpointError
-from megatron_lite.optimizer.clip_grads import clip_coefficient, count_zeros, sum_of_powers
+from megatron_lite.optimizer.clip_grads import clip_coefficient, count_zeros, norm_of_power, total_power
 from megatron_lite.optimizer.flat_shard import FlatShard
 from megatron_lite.optimizer.grad_scaler import MegatronGradScaler
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.sharding import ShardSpec
 
+Result = tuple[bool, float | None, int | None]
+
 
 class MegatronOptimizer:
-    """Steps on flat shards with a torch optimizer.
+    """Steps on flat shards with torch optimizers.
 
     Args:
-        optimizer: of torch, over the segments of the shards, with views of the shards' state as its state.
+        optimizers: of torch, over the segments of the shards, with views of the shards' state as their state. One, or
+            one for each kind of update (matrices and the rest).
         grad_scaler: None: the loss is not scaled (fp32, bf16).
-        grad_stats_group: ranks whose gradients together are those of one model copy.
-        expert_grad_stats_group: the same for experts' gradients.
-        has_experts: whether any rank of the model copy has experts.
+        grad_stats_group: ranks whose gradients together are those of one model copy, each counted once.
+        device: the model's.
     """
+
+    gathered_chunks: Sequence[DistributedDataParallel] = ()  # whose parameters must be gathered after an update
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         config: OptimizerConfig,
         shards: Sequence[FlatShard],
         grad_scaler: MegatronGradScaler | None,
         grad_stats_group: ProcessGroup | None,
-        expert_grad_stats_group: ProcessGroup | None,
-        has_experts: bool,
+        device: torch.device,
     ):
-        self.optimizer, self.config, self.shards = optimizer, config, list(shards)
-        self.grad_scaler = grad_scaler
-        self._stats_groups = {False: grad_stats_group}
-        if has_experts:
-            self._stats_groups[True] = expert_grad_stats_group
+        self.optimizers, self.config, self.shards = list(optimizers), config, list(shards)
+        self.grad_scaler, self.grad_stats_group, self.device = grad_scaler, grad_stats_group, device
+        self._grads: list[Tensor] = []  # of the step under way, by shard
+        self._num_updates = 0
+
+    @property
+    def parts(self) -> Sequence[MegatronOptimizer]:
+        """The optimizers that are stepped together: this one."""
+        return [self]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """torch's, the first one."""
+        return self.optimizers[0]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """torch's groups; the schedule sets `lr` and `weight_decay` in them."""
-        return self.optimizer.param_groups
+        return [group for part in self.parts for optimizer in part.optimizers for group in optimizer.param_groups]
 
     def get_loss_scale(self) -> float:
         """1 without loss scaling."""
@@ -81,76 +96,96 @@ class MegatronOptimizer:
     # -- the step ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float | None, int | None]:
+    def step(self) -> Result:
         """Update the weights from the `main_grad`s, which are scaled in place.
 
-        Returns: (True, gradient norm before clipping, number of zeros or None), or (False, None, None) when a gradient
-            on any rank is Inf or NaN: then weights and moments are as before.
+        Returns: (True, gradient norm before clipping, number of zeros or None); (False, None, None) when a gradient on
+            any rank is Inf or NaN, and (False, norm, None) when the norm is above `grad_norm_skip_threshold`: then
+            weights and moments are as before.
         """
-        scale = self.get_loss_scale()
+        config, scale = self.config, self.get_loss_scale()
         with self._timed("optimizer-copy-to-main-grad"):
-            grads = [shard.main_grad() for shard in self.shards]
+            for part in self.parts:
+                part.prepare_grads()
         with self._timed("optimizer-unscale-and-check-inf"):
-            norm = self._norm(grads) / scale
+            norm = self.get_grad_norm()
             found_inf = not math.isfinite(norm)
             if self.grad_scaler is not None:
                 self.grad_scaler.update(found_inf)
         if found_inf:
             return False, None, None
+        if norm > config.grad_norm_skip_threshold:
+            return False, norm, None
         with self._timed("optimizer-clip-main-grad"):
-            coefficient = clip_coefficient(norm, self.config.clip_grad)
+            coefficient = clip_coefficient(norm, config.clip_grad)
         num_zeros = None
-        if self.config.log_num_zeros_in_grad:
+        if config.log_num_zeros_in_grad:
             with self._timed("optimizer-count-zeros"):
-                num_zeros = int(self._total([count_zeros(shard.counted_runs(g)) for shard, g in self._with(grads)]))
+                num_zeros = self.count_zeros()
         with self._timed("optimizer-inner-step"):
-            self._inner_step(grads, scale / coefficient)
+            for part in self.parts:
+                part.inner_step(scale / coefficient)
         with self._timed("optimizer-copy-main-to-model-params"):
-            for shard in self.shards:
-                shard.copy_main_to_model()
+            for part in self.parts:
+                for shard in part.shards:
+                    shard.copy_main_to_model()
+        with self._timed("params-all-gather"):
+            self.gather_params()
         return True, norm, num_zeros
 
-    def _with(self, grads: list[Tensor]) -> Iterator[tuple[FlatShard, Tensor]]:
-        return zip(self.shards, grads)
+    def prepare_grads(self) -> None:
+        """Look at the gradients that the model's buffers hold now; a step starts with it."""
+        self._grads = [shard.main_grad() for shard in self.shards]
 
-    def _norm(self, grads: list[Tensor]) -> float:
-        """L2 norm over all ranks; Inf or NaN when an element somewhere is. Waits for the device."""
+    def get_grad_norm(self, norm_type: float = 2.0) -> float:
+        """p-norm of the unscaled gradients of one model copy, each element counted once; collective.
+
+        Returns: NaN when an element of any rank is Inf or NaN. Waits for the device.
+        """
         for exact in (False, True):  # squares may leave fp32 though no element does: then once more, slowly
-            sums = []
-            for shard, grad in self._with(grads):
-                runs = [sum_of_powers(flat, exact=exact) for flat, _ in shard.counted_runs(grad)]
-                sums.append(torch.stack(runs).sum() if runs else torch.zeros((), dtype=torch.float64))
-            total = self._total(sums)
-            if math.isfinite(total):
-                break
-        return math.sqrt(total) if math.isfinite(total) else math.nan
+            powers = [part.power_of_grads(norm_type, exact) for part in self.parts]
+            total = max(powers) if norm_type == math.inf else sum(powers)
+            if math.isfinite(total) and not math.isnan(sum(powers)):
+                return norm_of_power(total, norm_type) / self.get_loss_scale()
+        return math.nan
 
-    def _total(self, values: list[Tensor]) -> float:
-        """The shards' numbers, added over shards and ranks."""
-        total = 0.0
-        for is_expert, group in self._stats_groups.items():
-            own = [v for v, shard in zip(values, self.shards) if shard.buffer.is_expert == is_expert]
-            device = self.shards[0].main.device if self.shards else torch.device("cpu")
-            number = torch.zeros((), dtype=torch.float64, device=device)
-            for value in own:
-                number += value.to(device)
-            collectives.all_reduce(number, group, purpose="gradient norm")
-            total += float(number)
-        return total
+    def power_of_grads(self, norm_type: float, exact: bool) -> float:
+        """The sum of |gradient|^p over the ranks of the model copy."""
+        flats = [flat for shard, grad in zip(self.shards, self._grads) for flat, _ in shard.counted_runs(grad)]
+        return total_power(flats, norm_type, self.grad_stats_group, self.device, exact)
 
-    def _inner_step(self, grads: list[Tensor], divisor: float) -> None:
+    def count_zeros(self) -> int:
+        """Gradient elements of one model copy that are exactly 0; collective."""
+        return sum(part.zeros_of_grads() for part in self.parts)
+
+    def zeros_of_grads(self) -> int:
+        """The same of this optimizer's parameters."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for shard, grad in zip(self.shards, self._grads):
+            total += count_zeros(shard.counted_runs(grad)).to(self.device)
+        collectives.all_reduce(total, self.grad_stats_group, purpose="zeros in gradients")
+        return int(total)
+
+    def inner_step(self, divisor: float) -> None:
         """torch's update with gradients / divisor. The fused kernels divide as they read (and write back)."""
-        for shard, grad in self._with(grads):
-            for tensor, place in shard.segment_tensors:
-                tensor.grad = grad[place.start : place.end]
+        for shard, grad in zip(self.shards, self._grads):
+            shard.attach_grads(grad)
         scale = None
-        if divisor != 1.0 and self.shards:
-            scale = torch.full((), divisor, dtype=torch.float32, device=self.shards[0].main.device)
-        self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        self.optimizer.step()
+        if divisor != 1.0:
+            scale = torch.full((), divisor, dtype=torch.float32, device=self.device)
+        for optimizer in self.optimizers:
+            optimizer.grad_scale = scale  # type: ignore[attr-defined]
+            optimizer.step()
+        self._num_updates += 1
         for shard in self.shards:
-            for tensor, _ in shard.segment_tensors:
-                tensor.grad = None
+            shard.detach_grads()
+        self._grads = []
+
+    def gather_params(self) -> None:
+        """Give every rank the parameters that other ranks have updated, now or (overlap) in the next forward; nothing
+        where the optimizer is not sharded."""
+        for chunk in {id(chunk): chunk for part in self.parts for chunk in part.gathered_chunks}.values():
+            chunk.params_updated()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -166,31 +201,32 @@ class MegatronOptimizer:
 
     def reload_model_params(self) -> None:
         """Take the main parameters from the model's: after weights were loaded without an optimizer state."""
-        for shard in self.shards:
-            shard.copy_model_to_main()
+        for part in self.parts:
+            for shard in part.shards:
+                shard.copy_model_to_main()
 
     def sharded_state(self) -> dict[str, tuple[Tensor, ShardSpec]]:
         """Everything of parameter size, as views: reading them saves, writing into them loads.
 
-        Returns: `optimizer.state.KIND.NAME` -> (view of the parameter's shape, its place in the global tensor), KIND in
-            `param` (only where the main parameters are copies), `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
+        Returns: `optimizer.state.KIND.NAME` -> (this rank's part, its place in the global tensor), KIND in `param`
+            (only where the main parameters are copies), `exp_avg`, `exp_avg_sq`, `momentum_buffer`. The part has the
+            parameter's shape, or is flat where other ranks hold the rest (`sharding.flat_range`).
         """
         state: dict[str, tuple[Tensor, ShardSpec]] = {}
-        for shard in self.shards:
-            for kind, views in shard.views().items():
-                for name, (view, spec) in views.items():
-                    key = f"optimizer.state.{kind}.{name}"
-                    assert key not in state, f"two parameters are called {name}"
-                    state[key] = (view, spec.renamed(key))
+        for part in self.parts:
+            for shard in part.shards:
+                for kind, views in shard.views().items():
+                    for name, (view, spec) in views.items():
+                        key = f"optimizer.state.{kind}.{name}"
+                        assert key not in state, f"two parameters are called {name}"
+                        state[key] = (view, spec.renamed(key))
         return state
 
     def common_state(self) -> dict[str, Any]:
         """The rest, as plain values: number of updates, the groups' numbers, the loss scale."""
-        groups = [
-            {key: value for key, value in group.items() if key in _GROUP_KEYS} for group in self.optimizer.param_groups
-        ]
+        groups = [{key: value for key, value in group.items() if key in _GROUP_KEYS} for group in self.param_groups]
         scaler = self.grad_scaler.state_dict() if self.grad_scaler is not None else {}
-        return {"step": self._steps_done(), "param_groups": groups, "grad_scaler": scaler}
+        return {"step": self.parts[0]._num_updates, "param_groups": groups, "grad_scaler": scaler}
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         """Take up `common_state`. Betas, epsilon and the like stay as the command line has them; `lr` and
@@ -198,25 +234,24 @@ class MegatronOptimizer:
 
         Raises: CheckpointError when the groups are other ones.
         """
-        ours, theirs = self.optimizer.param_groups, state["param_groups"]
+        ours, theirs = self.param_groups, state["param_groups"]
         if [_kind(group) for group in ours] != [_kind(group) for group in theirs]:
             raise CheckpointError(
-                f"the checkpoint's parameter groups (wd_mult, lr_mult, expert, decoupled) are "
+                f"the checkpoint's parameter groups (wd_mult, lr_mult, expert, decoupled, matrix) are "
                 f"{[_kind(group) for group in theirs]}, this run's {[_kind(group) for group in ours]}",
                 why="weight decay or learning rates are assigned to parameters in another way",
                 fix="the flags of the saving run (--decoupled-lr, --apply-wd-to-qk-layernorm, ...), or --no-load-optim",
             )
         for group, saved in zip(ours, theirs):
             group["lr"], group["weight_decay"] = saved["lr"], saved["weight_decay"]
-        for values in self.optimizer.state.values():
-            if "step" in values:
-                values["step"].fill_(state["step"])
+        for part in self.parts:
+            part._num_updates = int(state["step"])
+            for optimizer in part.optimizers:
+                for values in optimizer.state.values():
+                    if "step" in values:
+                        values["step"].fill_(state["step"])
         if self.grad_scaler is not None and state["grad_scaler"]:
             self.grad_scaler.load_state_dict(state["grad_scaler"])
-
-    def _steps_done(self) -> int:
-        steps = [int(values["step"]) for values in self.optimizer.state.values() if "step" in values]
-        return steps[0] if steps else 0
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's whole state in one dict; tensors are views of the live ones."""
@@ -231,9 +266,29 @@ class MegatronOptimizer:
         self.load_common_state(state_dict["common"])
 
 
-_KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+class ChainedOptimizer(MegatronOptimizer):
+    """Optimizers over disjoint parameters that step as one: one norm, one decision to skip, one loss scale.
+
+    Args:
+        chained_optimizers: at least one, all of one config and one grad scaler; their groups follow each other.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]):
+        self.chained_optimizers = list(chained_optimizers)
+        first = self.chained_optimizers[0]
+        optimizers = [optimizer for part in self.chained_optimizers for optimizer in part.optimizers]
+        shards = [shard for part in self.chained_optimizers for shard in part.shards]
+        super().__init__(optimizers, first.config, shards, first.grad_scaler, first.grad_stats_group, first.device)
+
+    @property
+    def parts(self) -> Sequence[MegatronOptimizer]:
+        """The optimizers that are stepped together."""
+        return self.chained_optimizers
+
+
+_KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "is_matrix")
 _GROUP_KEYS = (*_KINDS, "lr", "weight_decay", "max_lr", "min_lr")
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group[key] for key in _KINDS)
+    return tuple(group.get(key, False) for key in _KINDS)  # is_matrix is younger than some checkpoints

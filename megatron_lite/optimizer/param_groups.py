@@ -3,6 +3,7 @@
     wd_mult 0     every 1-d parameter and every name that ends in .bias (norms of queries and keys may be excepted)
     lr_mult       what the caller's condition picks
     own bounds    --decoupled-lr: the input embedding and the output layer
+    is_matrix     --optimizer muon: matrices that it makes orthogonal; the rest is stepped on by another optimizer
 
 Groups are the same, in the same order, on all ranks of a model copy, also where a pipeline stage holds no parameter of
 one: schedules and checkpoints speak of them by number. The group with nothing special comes first.
@@ -20,7 +21,7 @@ from megatron_lite import collectives
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 
 Condition = Callable[[str, nn.Parameter], bool]
-Key = tuple[float, float, bool, bool]  # wd_mult, lr_mult, is_expert, is_decoupled_lr
+Key = tuple[float, float, bool, bool, bool]  # wd_mult, lr_mult, is_expert, is_decoupled_lr, is_matrix
 
 
 def get_param_groups(
@@ -37,8 +38,8 @@ def get_param_groups(
         no_weight_decay_cond: `(name, parameter) -> bool` in place of the rule above.
         scale_lr_cond, lr_mult: parameters for which the condition holds run at `lr_mult` times the learning rate.
         mp_group: the ranks of a model copy; keys are gathered over it.
-    Returns: dicts with `params` (in module order), `wd_mult`, `lr_mult`, `is_expert_parallel`, `is_decoupled_lr`, and
-        `max_lr`, `min_lr` where the group has its own.
+    Returns: dicts with `params` (in module order), `wd_mult`, `lr_mult`, `is_expert_parallel`, `is_decoupled_lr`,
+        `is_matrix`, and `max_lr`, `min_lr` where the group has its own.
     """
     members: dict[Key, list[nn.Parameter]] = {}
     for chunk in model_chunks:
@@ -55,25 +56,32 @@ def get_param_groups(
                     lr_mult if scaled else 1.0,
                     not getattr(param, "allreduce", True),
                     config.decoupled_lr is not None and getattr(param, "is_embedding_or_output_parameter", False),
+                    config.optimizer == "muon" and is_matrix(param),
                 )
                 members.setdefault(key, []).append(param)
     everywhere = collectives.all_gather_object(list(members), mp_group, purpose="parameter groups")
-    keys = sorted({tuple(key) for rank in everywhere for key in rank} or {(1.0, 1.0, False, False)}, key=_order)
+    keys = sorted({tuple(key) for rank in everywhere for key in rank} or {(1.0, 1.0, False, False, False)}, key=_order)
     groups = []
     for key in keys:
-        wd_mult, group_lr_mult, is_expert, is_decoupled = key
+        wd_mult, group_lr_mult, is_expert, is_decoupled, matrix = key
         group: dict[str, Any] = {
             "params": members.get(key, []),
             "wd_mult": wd_mult,
             "lr_mult": group_lr_mult,
             "is_expert_parallel": is_expert,
             "is_decoupled_lr": is_decoupled,
+            "is_matrix": matrix,
         }
         if is_decoupled:
             group["max_lr"] = config.decoupled_lr
             group["min_lr"] = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
         groups.append(group)
     return groups
+
+
+def is_matrix(param: nn.Parameter) -> bool:
+    """Whether a parameter maps hidden vectors to hidden vectors: not a table of words, not a bias or a norm."""
+    return param.dim() == 2 and not getattr(param, "is_embedding_or_output_parameter", False)
 
 
 def _has_no_weight_decay(name: str, param: nn.Parameter, config: OptimizerConfig) -> bool:
@@ -86,5 +94,5 @@ def _has_no_weight_decay(name: str, param: nn.Parameter, config: OptimizerConfig
 
 def _order(key: Key) -> tuple[Any, ...]:
     """Nothing special first."""
-    wd_mult, lr_mult, is_expert, is_decoupled = key
-    return is_expert, is_decoupled, lr_mult != 1.0, lr_mult, -wd_mult
+    wd_mult, lr_mult, is_expert, is_decoupled, matrix = key
+    return is_expert, matrix, is_decoupled, lr_mult != 1.0, lr_mult, -wd_mult

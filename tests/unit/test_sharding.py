@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.sharding import boxes_of_range, split, whole
+from megatron_lite.sharding import boxes_of_range, flat_range, split, whole
 
 
 @st.composite
@@ -48,6 +48,39 @@ def test_shards_of_all_ranks_join_to_the_global_tensor(shape, size, stride, dim)
         for piece in spec.pieces:
             joined[piece.global_slices()] += 1
     assert torch.equal(joined, torch.ones_like(joined))
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(0, 2),
+    st.lists(st.integers(0, 200), max_size=3),
+)
+def test_flat_ranges_of_all_ranks_join_to_the_global_tensor(shape, size, stride, dim, cuts):
+    """Each rank's tensor is flattened and cut at any places, as a sharded optimizer does. A wrong box would load one
+    element's moments into another's."""
+    dim %= len(shape)
+    shape[dim] *= stride
+    numel = math.prod(shape)
+    truth = torch.arange(numel * size).view(split("w", tuple(shape), dim, 0, size, stride).global_shape)
+    joined = torch.full_like(truth, -1)
+    for rank in range(size):
+        spec = split("w", tuple(shape), dim, rank, size, stride)
+        local = torch.empty(tuple(shape), dtype=truth.dtype)
+        for piece in spec.pieces:
+            local[piece.local_slices()] = truth[piece.global_slices()]
+        borders = sorted({0, numel, *(min(cut, numel) for cut in cuts)})
+        for begin, end in zip(borders, borders[1:]):
+            part = local.reshape(-1)[begin:end]
+            boxes = flat_range(spec, begin, end)
+            assert (boxes.name, boxes.global_shape) == ("w", spec.global_shape)
+            assert sum(math.prod(piece.shape) for piece in boxes.pieces) == end - begin
+            for piece in boxes.pieces:
+                (start,) = piece.local_offset
+                flat = part[start : start + math.prod(piece.shape)]
+                joined[piece.global_slices()] = flat.view(piece.shape)
+    assert torch.equal(joined, truth)
 
 
 def test_gated_rows_are_cut_inside_each_half():

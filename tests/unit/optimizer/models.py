@@ -43,7 +43,8 @@ def wrap(model, dtype=torch.float32, ddp=None, optimizer=None, config=None, **ke
         model.to(dtype),
         pg_collection=keywords.get("pg_collection"),
     )
-    settings = {"lr": 0.01, "weight_decay": 0.1, "bf16": bf16, "fp16": fp16, **(optimizer or {})}
+    shared = {name: (ddp or {}).get(name, False) for name in ("use_distributed_optimizer", "overlap_param_gather")}
+    settings = {"lr": 0.01, "weight_decay": 0.1, "bf16": bf16, "fp16": fp16, **shared, **(optimizer or {})}
     return wrapped, get_megatron_optimizer(OptimizerConfig(**settings), [wrapped], **keywords)
 
 

@@ -126,8 +126,8 @@ def test_the_map_from_parameters_to_groups_can_be_written(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(optimizer="muon", lr=1.0), "--optimizer muon"),
-        (dict(use_distributed_optimizer=True, lr=1.0), "--use-distributed-optimizer"),
+        (dict(optimizer="soap", lr=1.0), "--optimizer soap"),
+        (dict(use_distributed_optimizer=True, lr=1.0), "use_distributed_optimizer is False in Dist"),
         (dict(), "--lr is missing"),
     ],
 )
