@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_face(
     __name__,
     {
         "distributed_data_parallel_config": ["DistributedDataParallelConfig"],
-        "distributed_data_parallel": ["DistributedDataParallel"],
+        "distributed_data_parallel": ["DistributedDataParallel", "whole_parameters"],
         "finalize_model_grads": ["finalize_model_grads"],
         "param_and_grad_buffer": ["ParamAndGradBuffer", "Bucket"],
         "bucket_group": ["BucketGroup"],

@@ -15,7 +15,7 @@ layers written for Megatron do; the stand-in is then dropped.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -294,6 +294,17 @@ class DistributedDataParallel(nn.Module):
         assert not assign, "parameters live in flat memory: values are copied in"
         self.finish_param_sync()  # a gather under way would overwrite what is loaded
         return self.module.load_state_dict(state_dict, strict=strict)
+
+
+def whole_parameters(chunks: Iterable[nn.Module]) -> None:
+    """Before parameters are read other than by forward (norms, checkpoints): gather those that forward would have.
+
+    Args:
+        chunks: under DDP or bare.
+    """
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.finish_param_sync()
 
 
 def _check(ddp_config: DistributedDataParallelConfig, per_token: bool, pg_collection: ProcessGroupCollection) -> None:

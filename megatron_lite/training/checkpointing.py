@@ -33,6 +33,7 @@ from megatron_lite.checkpointing.checkpoint import (
 from megatron_lite.checkpointing.folders import Which
 from megatron_lite.checkpointing.sharded import read_object, saved_objects
 from megatron_lite.collectives import group_rank, group_size
+from megatron_lite.distributed import whole_parameters
 from megatron_lite.errors import CheckpointError
 from megatron_lite.log import print_rank_0, warn_rank_0
 from megatron_lite.optimizer import MegatronOptimizer
@@ -304,6 +305,7 @@ def model_tensors(model: Model) -> dict[str, tuple[Tensor, ShardSpec]]:
     A tensor says where it belongs by `tensor.shard`; one that says nothing is held by every rank under its own name.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
+    whole_parameters(chunks)
     return merge(_chunk_tensors(_unwrapped(chunk)) for chunk in chunks)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_lite import collectives
-from megatron_lite.distributed import DistributedDataParallel, finalize_model_grads
+from megatron_lite.distributed import DistributedDataParallel, finalize_model_grads, whole_parameters
 from megatron_lite.enums import ModelType
 from megatron_lite.fusions.backends import describe
 from megatron_lite.log import print_rank_0, say
@@ -127,6 +127,7 @@ def print_datetime(what: str) -> None:
 @torch.no_grad()
 def params_norm(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> float:
     """L2 norm of all parameters, each counted once over the ranks of the model."""
+    whole_parameters(model)
     tp_rank = collectives.group_rank(pg_collection.tp)
     params = [
         p
