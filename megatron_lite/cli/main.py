@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "train-tokenizer": ("megatron_lite.cli.train_tokenizer", "train a tokenizer on a JSONL corpus"),
     "preprocess": ("megatron_lite.cli.preprocess", "JSONL -> tokenized .bin/.idx files for --data-path"),
+    "data": ("megatron_lite.cli.data", "merge | inspect: work on .bin/.idx files"),
     "generate": ("megatron_lite.cli.generate", "prompt -> text, from a checkpoint"),
     "report": ("megatron_lite.cli.report", "loss.png and report.html of a run"),
 }

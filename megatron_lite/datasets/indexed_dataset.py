@@ -366,16 +366,14 @@ class IndexedDatasetBuilder:
                 fix="call end_document() after the last add_item()",
             )
         temporary_idx = f"{idx_path}.{os.getpid()}.tmp"
+        lengths = np.frombuffer(self.sequence_lengths, np.int32)
+        marks = np.frombuffer(self.document_indices, np.int64)
+        modes = None if self.sequence_modes is None else np.frombuffer(self.sequence_modes, np.int8)
         with self._as_data_error():
             _sync_and_close(self._file)
             try:
-                with open(temporary_idx, "wb") as file:
-                    self._write_index(file)
-                    _sync_and_close(file)
-                # Without an index nothing loads: so the old one goes first and the new one comes last.
-                Path(idx_path).unlink(missing_ok=True)
-                os.replace(self._temporary, self.bin_path)
-                os.replace(temporary_idx, idx_path)
+                write_index(temporary_idx, self.dtype, lengths, marks, modes)
+                move_pair(self._temporary, self.bin_path, temporary_idx, idx_path)
             finally:
                 Path(temporary_idx).unlink(missing_ok=True)
 
@@ -384,17 +382,6 @@ class IndexedDatasetBuilder:
         with contextlib.suppress(OSError):
             self._file.close()
         Path(self._temporary).unlink(missing_ok=True)
-
-    def _write_index(self, file: BinaryIO) -> None:
-        lengths = np.frombuffer(self.sequence_lengths, np.int32)
-        marks = np.frombuffer(self.document_indices, np.int64)
-        file.write(_MAGIC)
-        file.write(struct.pack("<QBQQ", _VERSION, DType.code_from_dtype(self.dtype), len(lengths), len(marks)))
-        file.write(lengths.astype("<i4").tobytes())
-        file.write(sequence_pointers(lengths, self.dtype.itemsize).tobytes())
-        file.write(marks.astype("<i8").tobytes())
-        if self.sequence_modes is not None:
-            file.write(self.sequence_modes.tobytes())
 
     def _cast(self, tokens: Any) -> np.ndarray:
         """Tokens in the stored type. Raises DataError if one does not fit: it would wrap silently."""
@@ -422,6 +409,44 @@ class IndexedDatasetBuilder:
             yield
         except OSError as error:
             raise _cannot_write(self.bin_path, error) from error
+
+
+def write_index(
+    path: str, dtype: np.dtype, lengths: np.ndarray, marks: np.ndarray, modes: np.ndarray | None = None
+) -> None:
+    """A whole `.idx`, on the disk when this returns; chunk by chunk, so that the arrays may be mapped files.
+
+    Args:
+        lengths: tokens of each sequence, int32 [n].
+        marks: 0, then the number of sequences after each document, int64 [d].
+        modes: int8 [n] of a multimodal corpus.
+    """
+    with open(path, "wb") as file:
+        file.write(_MAGIC)
+        file.write(struct.pack("<QBQQ", _VERSION, DType.code_from_dtype(dtype), len(lengths), len(marks)))
+        for part in _chunks(lengths):
+            file.write(part.astype("<i4").tobytes())
+        begin = 0
+        for part in _chunks(lengths):
+            pointers = sequence_pointers(part, dtype.itemsize) + begin
+            file.write(pointers.tobytes())
+            begin = int(pointers[-1]) + int(part[-1]) * dtype.itemsize
+        for part in _chunks(marks):
+            file.write(part.astype("<i8").tobytes())
+        if modes is not None:
+            file.write(modes.astype("<i1").tobytes())
+        _sync_and_close(file)
+
+
+def move_pair(temporary_bin: str, bin_path: str, temporary_idx: str, idx_path: str) -> None:
+    """Both files to their final names. Without an index nothing loads: the old one goes first, the new comes last."""
+    Path(idx_path).unlink(missing_ok=True)
+    os.replace(temporary_bin, bin_path)
+    os.replace(temporary_idx, idx_path)
+
+
+def _chunks(values: np.ndarray, size: int = 1 << 18) -> Iterator[np.ndarray]:
+    return (values[begin : begin + size] for begin in range(0, len(values), size))
 
 
 def sequence_pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:

@@ -4,16 +4,13 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from megatron_lite.cli import encoder, train_tokenizer
 from megatron_lite.cli import main as cli
 from megatron_lite.cli import preprocess as verb
-from megatron_lite.cli import train_tokenizer
 from megatron_lite.cli.jsonl import read_blocks
 from megatron_lite.datasets.indexed_dataset import IndexedDataset
 from megatron_lite.errors import ConfigError, DataError
@@ -41,6 +38,15 @@ def sequences(tmp_path, key="text", output="out"):
 
 def outputs(tmp_path):
     return sorted(path.name for path in tmp_path.iterdir() if "json" not in path.name)
+
+
+def in_blocks_of(size, monkeypatch):
+    """Blocks so small that workers overtake each other."""
+    monkeypatch.setattr(verb, "read_blocks", lambda files, **options: read_blocks(files, size, **options))
+
+
+def pair_bytes(tmp_path, output, key="text", level="document"):
+    return [(tmp_path / f"{output}_{key}_{level}.{ending}").read_bytes() for ending in ("bin", "idx")]
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -147,7 +153,7 @@ def test_several_keys_and_lists_are_all_written(tmp_path):
 
 def test_worker_count_does_not_change_a_byte(tmp_path, monkeypatch):
     """Also with a trained SentencePiece model, and with blocks so small that workers overtake each other."""
-    monkeypatch.setattr(verb, "read_blocks", lambda files: read_blocks(files, 500))
+    in_blocks_of(500, monkeypatch)
     texts = [Path(verb.__file__).read_text("utf-8")[i * 37 :][: 40 * (i % 9)] for i in range(150)]
     source = write(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     model = str(tmp_path / "code.model")
@@ -156,29 +162,60 @@ def test_worker_count_does_not_change_a_byte(tmp_path, monkeypatch):
     for workers in ("1", "2", "3"):
         flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model, "--append-eod"]
         assert run(tmp_path, "--input", source, "--workers", workers, *flags, output=workers) == 0
-        written.append([(tmp_path / f"{workers}_text_document.{e}").read_bytes() for e in ("bin", "idx")])
+        written.append(pair_bytes(tmp_path, workers))
     assert written[0] == written[1] == written[2]
     tokenizer = SentencePieceTokenizer(model)
     read = [tokenizer.detokenize(ids[:-1]) for ids in sequences(tmp_path, output="2")]
     assert read == [text for text in texts if text]
 
 
-def test_type_follows_the_size_of_the_vocabulary(tmp_path):
-    source = write(tmp_path / "in.jsonl", [{"text": "65498 3"}])
-    for size, itemsize in (("65498", 2), ("65499", 4)):
-        assert run(tmp_path, "--input", source, "--tokenizer-type", "NullTokenizer", "--vocab-size", size) == 0
-        pair = IndexedDataset(str(tmp_path / "out_text_document"))
-        assert pair.index.dtype.itemsize == itemsize and pair[0].tolist() == [65498, 3]
+@pytest.mark.parametrize(("vocab_size", "itemsize"), [(10_000, 2), (65_499, 2), (65_500, 4), (65_536, 4), (131_072, 4)])
+def test_C010_type_follows_the_size_of_the_vocabulary_and_every_id_returns(tmp_path, vocab_size, itemsize):
+    """NullTokenizer's vocabulary is one more than its --vocab-size: the end-of-document token."""
+    source = write(tmp_path / "in.jsonl", [{"text": f"0 {vocab_size - 2}"}])
+    words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)]
+    assert run(tmp_path, "--input", source, "--append-eod", *words) == 0
+    pair = IndexedDataset(str(tmp_path / "out_text_document"))
+    assert pair.index.dtype.itemsize == itemsize and pair[0].tolist() == [0, vocab_size - 2, vocab_size - 1]
+
+
+def test_partitions_deal_lines_round_as_megatron_does(tmp_path, monkeypatch):
+    """Part 0 has lines 0, P, 2P, ... of all files, blank ones counted, and comes first; each key is whole."""
+    in_blocks_of(30, monkeypatch)
+    first = write(tmp_path / "a.jsonl", [{"text": str(i), "n": f"{i} {i}"} for i in range(7)])
+    write(tmp_path / "b.jsonl.gz", [b"", *({"text": str(i), "n": ["", str(i)]} for i in range(8, 11))])
+    words = ["--input", first, str(tmp_path / "b*"), "--json-keys", "text", "n", *NULL]
+    assert run(tmp_path, *words, "--partitions", "3", "--workers", "2") == 0
+    order = [i for part in range(3) for i in range(part, 11, 3) if i != 7]
+    assert sequences(tmp_path) == [[i] for i in order]
+    assert sequences(tmp_path, "n") == [[i, i] if i < 7 else [i] for i in order]
+    assert run(tmp_path, *words, "--partitions", "3", "--keep-sequential-samples", output="kept") == 0
+    assert run(tmp_path, *words, output="one") == 0
+    assert [i for [i] in sequences(tmp_path, output="kept")] == sorted(order)
+    for key in ("text", "n"):
+        assert pair_bytes(tmp_path, "kept", key) == pair_bytes(tmp_path, "one", key)
+    assert not list(tmp_path.glob("*.preprocess"))
+
+
+def test_find_optimal_num_workers_times_and_writes_nothing(tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", [{"text": "1 2"}] * 50)
+    words = ["--input", source, "--find-optimal-num-workers", "--workers-to-check", "1", "2", "--max-documents", "20"]
+    assert verb.main([*words, *NULL]) == 0
+    said = capsys.readouterr().out
+    assert said.count("docs/s") == 2 and "best: --workers" in said
+    assert outputs(tmp_path) == []
 
 
 def test_progress_and_summary_count(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(verb, "read_blocks", lambda files: read_blocks(files, 100))
+    in_blocks_of(100, monkeypatch)
     source = write(tmp_path / "in.jsonl", [{"text": "1 2"}] * 50)
     assert run(tmp_path, "--input", source, "--log-interval", "10", "--workers", "1", *NULL) == 0
     said = capsys.readouterr()
     lines = said.err.splitlines()
     assert len(lines) == 5 and all(line.startswith("Processed ") and line.endswith(" MB/s).") for line in lines)
-    assert "50 documents, 50 sequences, 100 tokens" in said.out
+    assert "50 documents, 50 sequences, 100 tokens, 200 bytes" in said.out
+    assert [line.split() for line in said.out.splitlines() if "#" in line] == [["2-3", "50", "#" * 30]]
+    assert f"Opening {source}" in said.out and "Time to startup: " in said.out
 
 
 class _Dies(ByteTokenizer):
@@ -191,34 +228,19 @@ class _Dies(ByteTokenizer):
 
 
 def test_worker_that_dies_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(verb, "build_tokenizer", lambda config: _Dies())  # the workers are forks: they have it, too
+    monkeypatch.setattr(encoder, "build_tokenizer", lambda config: _Dies())  # the workers are forks: they have it, too
     source = write(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "die"}])
     with pytest.raises(DataError, match="a worker process died"):
         run(tmp_path, "--input", source, "--workers", "2", *BYTES)
     assert outputs(tmp_path) == []
 
 
-def test_killed_run_leaves_the_old_pair_or_nothing_that_loads(tmp_path):
-    source = write(tmp_path / "in.jsonl", [{"text": "abc " * 2000}] * 20000)
-    command = [sys.executable, "-m", "megatron_lite", "preprocess", "--input", source, "--workers", "1"]
-    process = subprocess.Popen([*command, "--output-prefix", str(tmp_path / "out"), *BYTES], stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while process.poll() is None and not any(p.suffix == ".tmp" and p.stat().st_size for p in tmp_path.iterdir()):
-        assert time.monotonic() < deadline
-    process.kill()
-    process.wait()
-    assert process.returncode == -signal.SIGKILL
-    assert not IndexedDataset.exists(str(tmp_path / "out_text_document"))
-    assert all(name.endswith(".tmp") for name in outputs(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--split-sentences"], "--split-sentences has not landed yet"),
-        (["--partitions", "2"], "--partitions 2 has not landed yet"),
-        (["--keep-sequential-samples"], "--keep-sequential-samples has not landed yet"),
-        (["--vocab-file", "x"], "--vocab-file has not landed yet"),
+        (["--partitions", "0"], "--partitions 0"),
+        (["--workers-to-check", "4", "0"], "--workers-to-check"),
+        (["--keep-newlines"], "--keep-newlines without --split-sentences"),
         (["--append-eos"], "did you mean --append-eod"),
         (["--workers", "0"], "--workers 0"),
         (["--workers", "x"], "invalid int value"),
@@ -238,11 +260,9 @@ def test_obsolete_flag_says_that_it_has_no_effect(tmp_path, capsys):
     assert "--dataset-impl has no effect" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["nothere.jsonl", "in.jsonl.zst"])
-def test_input_that_cannot_be_read_is_named(tmp_path, name):
-    (tmp_path / "in.jsonl.zst").write_bytes(b"x")
-    with pytest.raises(DataError, match=name):
-        run(tmp_path, "--input", str(tmp_path / name), *BYTES)
+def test_input_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(DataError, match="nothere.jsonl"):
+        run(tmp_path, "--input", str(tmp_path / "nothere.jsonl"), *BYTES)
 
 
 def test_torn_gzip_is_named(tmp_path):
@@ -260,6 +280,6 @@ def test_verb_turns_errors_into_text_and_status(tmp_path, capsys):
     assert cli.main([*words, *BYTES]) == 1
     assert "line 1" in capsys.readouterr().err
     assert cli.main([*words, "--tokenizer-type", "GPT2BPETokenizer"]) == 2
-    assert "has not landed yet" in capsys.readouterr().err
+    assert "GPT2BPETokenizer" in capsys.readouterr().err
     assert cli.main(["train-tokenizer", "--input", source, "--output", str(tmp_path / "m")]) == 1
     assert "line 1" in capsys.readouterr().err

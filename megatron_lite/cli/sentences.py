@@ -1,0 +1,124 @@
+"""Text -> sentences, for `preprocess --split-sentences` (BERT, T5).
+
+    punkt       nltk's, with its data of the language installed: what Megatron-LM uses
+    sentencex   rules for some 300 languages, in one package without data of its own to fetch
+
+`auto` takes punkt where nltk and the data are there, else sentencex; the choice is printed, and a run that goes on
+where another one stopped must have the same. Neither is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+from megatron_lite.errors import ConfigError
+
+SPLITTERS = ("auto", "punkt", "sentencex")
+
+# The languages that punkt knows, by the names of its data, with the codes that sentencex knows them by.
+_CODES = {
+    "czech": "cs",
+    "danish": "da",
+    "dutch": "nl",
+    "english": "en",
+    "estonian": "et",
+    "finnish": "fi",
+    "french": "fr",
+    "german": "de",
+    "greek": "el",
+    "italian": "it",
+    "malayalam": "ml",
+    "norwegian": "no",
+    "polish": "pl",
+    "portuguese": "pt",
+    "russian": "ru",
+    "slovene": "sl",
+    "spanish": "es",
+    "swedish": "sv",
+    "turkish": "tr",
+}
+_LONGEST = 1_000_000  # characters; a longer text is cut there first, as Megatron-LM does
+
+
+class SentenceSplitter:
+    """Cuts texts into sentences.
+
+    Args:
+        kind: one of `SPLITTERS`.
+        lang: a language by its English name, or by its code.
+        keep_newlines: the white space after a sentence stays with it; otherwise it is dropped.
+
+    Raises: ConfigError if the package, its data or the language is missing.
+    """
+
+    def __init__(self, kind: str, lang: str, keep_newlines: bool):
+        names = {code: name for name, code in _CODES.items()}
+        self.keep_newlines = keep_newlines
+        name, code = names.get(lang.lower(), lang.lower()), _CODES.get(lang.lower(), lang.lower())
+        missing = []
+        for candidate in ("punkt", "sentencex") if kind == "auto" else (kind,):
+            try:
+                self._spans, self.name = (
+                    (_punkt(name), f"nltk {version('nltk')} punkt, {name}")
+                    if candidate == "punkt"
+                    else (_sentencex(code), f"sentencex {version('sentencex')}, {code}")
+                )
+                return
+            except _Missing as error:
+                missing.append(f"{candidate}: {error}")
+        raise ConfigError(
+            f"--split-sentences with --sentence-splitter {kind} --lang {lang}: there is no sentence splitter",
+            why="; ".join(missing),
+            fix="pip install sentencex, or pip install nltk and nltk's punkt_tab data in a folder of $NLTK_DATA",
+        )
+
+    def __call__(self, text: str) -> list[str]:
+        """The sentences in their order. Sentences of white space alone are left out."""
+        sentences = []
+        for begin in range(0, len(text), _LONGEST):
+            part = text[begin : begin + _LONGEST]
+            spans = list(self._spans(part))
+            for (start, end), following in zip(spans, [*(start for start, _ in spans[1:]), len(part)]):
+                sentence = part[start:following] if self.keep_newlines else part[start:end].strip()
+                if sentence and not sentence.isspace():
+                    sentences.append(sentence)
+        return sentences
+
+
+class _Missing(Exception):
+    """Why a splitter cannot be had."""
+
+
+def _punkt(language: str) -> Callable[[str], Iterator[tuple[int, int]]]:
+    if importlib.util.find_spec("nltk") is None:
+        raise _Missing("the package nltk is not installed")
+    from nltk.tokenize.punkt import PunktTokenizer
+
+    try:
+        return PunktTokenizer(language).span_tokenize
+    except (LookupError, OSError):
+        raise _Missing(f"nltk has no punkt_tab data for {language!r} on this machine") from None
+
+
+def _sentencex(code: str) -> Callable[[str], Iterator[tuple[int, int]]]:
+    if importlib.util.find_spec("sentencex") is None:
+        raise _Missing("the package sentencex is not installed")
+    if not 2 <= len(code) <= 3:
+        raise _Missing(f"{code!r} is no code of a language; known by name are {', '.join(_CODES)}")
+    import sentencex
+
+    segment: Any = sentencex.segment
+
+    def spans(text: str) -> Iterator[tuple[int, int]]:
+        at = 0
+        for sentence in segment(code, text):
+            found = text.find(sentence, at)
+            if found < 0:  # it would be lost text
+                raise RuntimeError(f"sentencex returned {sentence[:40]!r}, which is not in the text")
+            at = found + len(sentence)
+            yield found, at
+
+    return spans
