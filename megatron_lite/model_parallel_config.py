@@ -25,6 +25,11 @@ class ModelParallelConfig:
     pipeline_model_parallel_size: int = flag(1, "Ranks that split the stack of layers.")
     virtual_pipeline_model_parallel_size: int | None = None
     sequence_parallel: bool = flag(False, "Split norms and dropouts along the sequence over the tensor-parallel ranks.")
+    clone_scatter_output_in_embedding: bool = flag(
+        True,
+        "Under sequence parallelism, keep the whole embedding output alive instead of copying this rank's part of it.",
+        off=("--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding"),
+    )
     context_parallel_size: int = flag(1, "Ranks that split the sequence everywhere.")
     expert_model_parallel_size: int = flag(1, "Ranks over which the experts are spread.")
     expert_tensor_parallel_size: int | None = flag(

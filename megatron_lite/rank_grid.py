@@ -19,6 +19,7 @@ from megatron_lite.errors import ConfigError
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+PIPELINE_BEFORE_DATA = "tp-cp-ep-pp-dp"  # --use-tp-pp-dp-mapping: the stages of a copy are neighbours
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,12 @@ class RankGrid:
         return rank
 
 
+def nearest_multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` around `number`, as a message has them: "6 or 8"; what is not positive is left out."""
+    below = number // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n > 0)
+
+
 def grids(
     world_size: int,
     *,
@@ -109,8 +116,7 @@ def grids(
         (etp * ep * pp, f"expert tensor size {etp} x --expert-model-parallel-size {ep} x pipeline size {pp}"),
     ):
         if model <= 0 or world_size % model:
-            below, above = world_size // model * model if model > 0 else 0, -(-world_size // max(model, 1)) * model
-            nearest = " or ".join(str(n) for n in (below, above) if n > 0)
+            nearest = nearest_multiples(world_size, max(model, 1))
             raise ConfigError(
                 f"{what} = {model} does not divide the world size {world_size}",
                 why="every copy of the model takes that many ranks",
@@ -125,3 +131,61 @@ def grids(
             fix=f"use the order {DEFAULT_ORDER}, where the pipeline axis is last",
         )
     return dense, expert
+
+
+# -- groups inside groups ----------------------------------------------------------------------------------------
+
+
+def instances(groups: list[list[int]], count: int, name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Each group cut into `count` consecutive parts, and the ranks at the same place of all parts of a group.
+
+        groups [0 2 4 6], count 2      parts [0 2] [4 6]      across [0 4] [2 6]
+
+    Args:
+        name: of the groups, for the message.
+    Raises: ConfigError if the parts would not be equal.
+    """
+    size = len(groups[0])
+    if count < 1 or size % count:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {count} with {size} ranks in {name}",
+            why="the instances are equal parts of these ranks",
+            fix=f"a divisor of {size}",
+        )
+    part = size // count
+    parts = [group[i * part : (i + 1) * part] for group in groups for i in range(count)]
+    across = [group[place::part] for group in groups for place in range(part)]
+    return parts, across
+
+
+def joined(groups: list[list[int]], count: int) -> list[list[int]]:
+    """The groups, `count` successive ones joined into one, ranks in order of rank."""
+    return [sorted(rank for group in groups[i : i + count] for rank in group) for i in range(0, len(groups), count)]
+
+
+def hierarchy(groups: list[list[int]], sizes: list[int]) -> list[list[list[int]]]:
+    """Levels of sub-groups: level 0 joins neighbours, each next level joins ranks at the same place of the level below.
+
+        groups [0 1 2 3 4 5 6 7], sizes [2, 4]      level 0 [0 1] [2 3] [4 5] [6 7]      level 1 [0 2 4 6] [1 3 5 7]
+
+    Raises: ConfigError if the sizes do not multiply to the size of a group.
+    """
+    size = len(groups[0])
+    if math.prod(sizes) != size or min(sizes) < 1:
+        raise ConfigError(
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with --context-parallel-size {size}",
+            why=f"the levels multiply to the context-parallel size, and these to {math.prod(sizes)}",
+            fix="sizes whose product is the context-parallel size",
+        )
+    levels, below = [], 1
+    for width in sizes:
+        levels.append(
+            [
+                group[block + place : block + place + below * width : below]
+                for group in groups
+                for block in range(0, size, below * width)
+                for place in range(below)
+            ]
+        )
+        below *= width
+    return levels

@@ -8,6 +8,10 @@
     scatter_to_sequence_parallel_region        own slice of the first dim   all-gather the first dim
     gather_from_sequence_parallel_region       all-gather the first dim     reduce-scatter the first dim, or own slice
     reduce_scatter_to_sequence_parallel_region reduce-scatter first dim     all-gather the first dim
+    all_gather_last_dim_from_tensor_parallel_region       all-gather last dim       reduce-scatter last dim
+    reduce_scatter_last_dim_to_tensor_parallel_region     reduce-scatter last dim   all-gather last dim
+    all_to_all                                 slice r to rank r            the same, with the splits swapped
+    all_to_all_sp2hp, all_to_all_hp2sp         [s/t, h] -> [s, h/t], back   each other
 
 Each is the identity, without an autograd node, where the rank is alone. `group` None means the registered tensor-
 parallel group; a layer passes its own.
@@ -61,6 +65,23 @@ def _own_first(x: Tensor, group: ProcessGroup) -> Tensor:
 def _gathered_last(x: Tensor, group: ProcessGroup, purpose: str) -> Tensor:
     parts = gathered_first(x.unsqueeze(0), group, purpose)  # [size, ..., n]
     return torch.cat(parts.unbind(0), dim=-1)
+
+
+def _reduce_scattered_last(x: Tensor, group: ProcessGroup, purpose: str) -> Tensor:
+    divide(x.shape[-1], group.size())
+    parts = torch.stack(x.chunk(group.size(), dim=-1))  # [size, ..., n]
+    return reduce_scattered_first(parts, group, purpose).squeeze(0)
+
+
+def _exchanged(
+    x: Tensor, group: ProcessGroup, output_splits: list[int] | None, input_splits: list[int] | None, purpose: str
+) -> Tensor:
+    rows = x.shape[0] if output_splits is None else sum(output_splits)
+    out = torch.empty(rows, *x.shape[1:], dtype=x.dtype, device=x.device)
+    collectives.all_to_all(
+        out, x.contiguous(), group, output_splits=output_splits, input_splits=input_splits, purpose=purpose
+    )
+    return out
 
 
 def _own_last(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -149,6 +170,40 @@ class _ReduceScatterFirst(torch.autograd.Function):
         return gathered_first(g, ctx.group, "reduce_scatter_to_sequence backward"), None
 
 
+class _AllGatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _gathered_last(x, group, "all_gather_last_dim forward")
+
+    @staticmethod
+    def backward(ctx, g):
+        return _reduce_scattered_last(g, ctx.group, "all_gather_last_dim backward"), None
+
+
+class _ReduceScatterLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _reduce_scattered_last(x, group, "reduce_scatter_last_dim forward")
+
+    @staticmethod
+    def backward(ctx, g):
+        return _gathered_last(g, ctx.group, "reduce_scatter_last_dim backward"), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, output_splits, input_splits):
+        ctx.group, ctx.splits = group, (output_splits, input_splits)
+        return _exchanged(x, group, output_splits, input_splits, "all_to_all forward")
+
+    @staticmethod
+    def backward(ctx, g):
+        output_splits, input_splits = ctx.splits
+        return _exchanged(g, ctx.group, input_splits, output_splits, "all_to_all backward"), None, None, None
+
+
 def _apply(operator: type[torch.autograd.Function], x: Tensor, group: ProcessGroup | None, *args: object) -> Tensor:
     group = default_group(group)
     return x if collectives.group_size(group) == 1 else operator.apply(x, group, *args)
@@ -194,3 +249,52 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Forward: reduce-scatter of the first dim. Backward: all-gather of it."""
     return _apply(_ReduceScatterFirst, input_, group)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: all-gather of the last dim. Backward: reduce-scatter of it.
+
+    For ranks that go on with different parts of the gathered tensor; where all compute the same from it,
+    `gather_from_tensor_model_parallel_region` is right.
+    """
+    return _apply(_AllGatherLast, input_, group)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Forward: reduce-scatter of the last dim. Backward: all-gather of it."""
+    return _apply(_ReduceScatterLast, input_, group)
+
+
+def all_to_all(
+    group: ProcessGroup | None,
+    input_: Tensor,
+    output_split_sizes_: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+) -> Tensor:
+    """Slice r of the first dim goes to rank r; what arrives lies in rank order. Backward: the way back.
+
+    Args:
+        output_split_sizes_, input_split_sizes: rows from and to each rank; None: equal parts.
+    """
+    if collectives.group_size(group) == 1:  # None is no default here: experts may be alone where tp is not
+        return input_
+    return _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
+
+
+def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """`[s/t, ..., h]` -> `[s, ..., h/t]`: a share of the sequence for a share of the hidden size."""
+    group = default_group(group)
+    size = collectives.group_size(group)
+    if size == 1:
+        return input_
+    parts = torch.cat(input_.split(divide(input_.shape[-1], size), dim=-1))  # part r, for rank r, after part r - 1
+    return all_to_all(group, parts)
+
+
+def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """`[s, ..., h/t]` -> `[s/t, ..., h]`: what `all_to_all_sp2hp` undoes."""
+    group = default_group(group)
+    size = collectives.group_size(group)
+    if size == 1:
+        return input_
+    return torch.cat(all_to_all(group, input_).split(divide(input_.shape[0], size)), dim=-1)

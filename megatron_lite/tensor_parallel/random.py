@@ -220,19 +220,17 @@ class CheckpointFunction(torch.autograd.Function):
     """Keeps the arguments and the random states; backward runs the function again."""
 
     @staticmethod
-    def forward(ctx, run_function, distribute_saved_activations, *args):
-        ctx.run_function, ctx.state = run_function, _RandomState()
+    def forward(ctx, run_function, distribute_saved_activations, group, *args):
+        ctx.run_function, ctx.state, ctx.group = run_function, _RandomState(), group
         with torch.no_grad():
             outputs = run_function(*args)
         # A layer may return its bias: autograd must not make the parameter itself an output of this function.
         if isinstance(outputs, tuple):
             outputs = tuple(y.detach() if isinstance(y, nn.Parameter) else y for y in outputs)
-        group = default_group(None)
         ctx.cut = distribute_saved_activations and collectives.group_size(group) > 1
-        if ctx.cut and group is not None:  # the first argument is equal on all tensor-parallel ranks: each keeps a part
+        if ctx.cut:  # the first argument is equal on all tensor-parallel ranks: each keeps a part
             ctx.first_shape = args[0].shape
-            part = divide(args[0].numel(), group.size())
-            mine = args[0].detach().reshape(-1)[group.rank() * part : (group.rank() + 1) * part].clone()
+            mine = split_tensor_into_1d_equal_chunks(args[0].detach(), new_buffer=True, tp_group=group)
             args = (mine.requires_grad_(args[0].requires_grad), *args[1:])
         ctx.places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.others = [None if isinstance(arg, Tensor) else arg for arg in args]
@@ -245,8 +243,8 @@ class CheckpointFunction(torch.autograd.Function):
         for place, tensor in zip(ctx.places, ctx.saved_tensors):
             args[place] = tensor
         if ctx.cut:
-            args[0] = gather_split_1d_tensor(args[0]).view(ctx.first_shape)
-        needed = ctx.needs_input_grad[2:]
+            args[0] = gather_split_1d_tensor(args[0], ctx.group).view(ctx.first_shape)
+        needed = ctx.needs_input_grad[3:]
         args = [
             arg.detach().requires_grad_(need) if isinstance(arg, Tensor) else arg for arg, need in zip(args, needed)
         ]
@@ -255,20 +253,23 @@ class CheckpointFunction(torch.autograd.Function):
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         pairs = [(y, g) for y, g in zip(outputs, grads) if isinstance(y, Tensor) and y.requires_grad]
         torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
-        return None, None, *(arg.grad if isinstance(arg, Tensor) else None for arg in args)
+        return None, None, None, *(arg.grad if isinstance(arg, Tensor) else None for arg in args)
 
 
-def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any], distribute_saved_activations: bool, *args: Any, tp_group: ProcessGroup | None = None
+) -> Any:
     """`function(*args)`, remembering only `args`: backward computes its activations again, with the same dropout.
 
     Args:
         function: returns a tensor or a tuple; some argument must require a gradient.
         distribute_saved_activations: each tensor-parallel rank keeps a part of the first argument, which must be
             equal on all of them; backward gathers it.
+        tp_group: over which ranks; None = the registered tensor-parallel group.
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    return CheckpointFunction.apply(function, distribute_saved_activations, *args)
+    return CheckpointFunction.apply(function, distribute_saved_activations, default_group(tp_group), *args)
 
 
 class CheckpointWithoutOutput:

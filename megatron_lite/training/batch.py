@@ -1,4 +1,7 @@
-"""One micro-batch: from the loader to the device, in the form that a model's forward takes."""
+"""One micro-batch: from the loader to the device, in the form that a model's forward takes.
+
+Rank 0 of a tensor-parallel group reads it, the others receive it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_lite.errors import DataError
+from megatron_lite.tensor_parallel.data import broadcast_tensors
+
+_NAMES = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
 
 
 @dataclass(frozen=True)
@@ -27,23 +34,45 @@ class Batch:
     position_ids: Tensor
 
 
-def get_batch(data_iterator: Iterator[dict[str, Any]], device: torch.device, vocab_size: int | None = None) -> Batch:
+def get_batch(
+    data_iterator: Iterator[dict[str, Any]],
+    device: torch.device,
+    vocab_size: int | None = None,
+    tp_group: ProcessGroup | None = None,
+) -> Batch:
     """The next micro-batch, on `device`.
 
     Args:
+        data_iterator: asked on rank 0 of the tensor-parallel group.
         vocab_size: ids must be below it. Looked at while they are on the host: on a GPU an id that no row of the
             embedding belongs to ends the process without a word.
-    Raises: StopIteration at the end of the data; DataError for an id outside the vocabulary.
+        tp_group: None = the registered tensor-parallel group.
+    Raises: on every rank of the group StopIteration at the end of the data; DataError for an id outside the vocabulary.
     """
-    data = next(data_iterator)
-    if vocab_size is not None:
-        _check_ids(data, vocab_size)
 
-    def move(name: str) -> Tensor:
-        return data[name].to(device, non_blocking=True)
+    def read() -> dict[str, Tensor]:
+        data = next(data_iterator)
+        if vocab_size is not None:
+            _check_ids(data, vocab_size)
+        return data
 
-    mask = move("attention_mask") if "attention_mask" in data else None
-    return Batch(move("tokens"), move("labels"), move("loss_mask").float(), mask, move("position_ids"))
+    data = broadcast_tensors(_NAMES, read, tp_group, device)
+    return Batch(
+        data["tokens"], data["labels"], data["loss_mask"].float(), data.get("attention_mask"), data["position_ids"]
+    )
+
+
+def skip_batch(data_iterator: Iterator[Any], tp_group: ProcessGroup | None = None) -> None:
+    """Read the next micro-batch and drop it.
+
+    Raises: StopIteration at the end of the data, on every rank of the group.
+    """
+
+    def read() -> dict[str, Tensor]:
+        next(data_iterator)
+        return {}
+
+    broadcast_tensors((), read, tp_group)
 
 
 def _check_ids(data: dict[str, Any], vocab_size: int) -> None:

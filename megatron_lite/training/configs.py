@@ -265,6 +265,18 @@ class DistributedInitConfig:
         "nccl", "Library that moves data between ranks. Without CUDA gloo is used.", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(10, "How long a collective may take.", unit="minutes")
+    distributed_timeout_seconds_after_init: int | None = flag(
+        None, "How long a collective may take once the first iteration is done.", unit="seconds"
+    )
+    use_tp_pp_dp_mapping: bool = flag(
+        False, "Make the stages of a pipeline neighbours: ranks vary along tp, cp, ep, pp, then dp, not dp before pp."
+    )
+    nccl_communicator_config_path: str | None = flag(
+        None, "YAML file with settings of NCCL's communicators by group; without effect on gloo."
+    )
+    high_priority_stream_groups: list[str] = flag(
+        [], "Groups whose NCCL communicators take streams of high priority; without effect on gloo.", nargs="*"
+    )
     local_rank: int = flag(0, "Number of the process on its machine; the environment's LOCAL_RANK wins.")
 
 

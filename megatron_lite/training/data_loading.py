@@ -3,6 +3,8 @@
 provider(sizes) -> (train, valid, test) data sets          the script's, Megatron's contract
 sampler(consumed samples, dp rank) -> index lists          position is a number in the checkpoint, nothing else
 DataLoader -> iterator                                     workers prefetch; order does not depend on them
+
+Rank 0 of a tensor-parallel group reads for the group; the others hold `ReadElsewhere` where rank 0 holds an iterator.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from megatron_lite import collectives
 from megatron_lite.datasets.blended_megatron_dataset_config import Blend
 from megatron_lite.datasets.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
 from megatron_lite.datasets.utils import get_blend_from_list
-from megatron_lite.errors import DataError
+from megatron_lite.errors import DataError, MegatronLiteError
 from megatron_lite.log import print_rank_0, warn_rank_0
 from megatron_lite.process_groups_config import ProcessGroupCollection
 
@@ -60,6 +62,16 @@ def _read(path: str, flag: str) -> str:
         raise DataError(f"{flag} {path} cannot be read: {error.strerror}", fix="check the path") from None
 
 
+class ReadElsewhere:
+    """Stands for the micro-batches that rank 0 of the tensor-parallel group reads: `next` gives None, without end."""
+
+    def __iter__(self) -> ReadElsewhere:
+        return self
+
+    def __next__(self) -> None:
+        return None
+
+
 def is_dataset_built_on_rank() -> bool:
     """Whether this rank reads data: the first of its tensor-parallel group does."""
     return collectives.group_rank(ProcessGroupCollection.use_mpu_process_groups().tp) == 0
@@ -83,16 +95,35 @@ def build_train_valid_test_data_iterators(
     """Iterators over micro-batches of this data-parallel rank; None where there is nothing to read.
 
     Args:
-        provider: called with the sizes of train, valid and test.
+        provider: called with the sizes of train, valid and test, on every rank.
         args: `consumed_train_samples` and `consumed_valid_samples` say where to start.
-    Raises: DataError for a training set that is empty or used up.
+    Raises: DataError for a training set that is empty or used up, on every rank of a tensor-parallel group.
     """
     print_rank_0("> building train, validation, and test datasets ...")
     sizes = train_valid_test_num_samples(args)
     print_rank_0(" > datasets target sizes (minimum size):")
     for name, size in zip(("train:     ", "validation:", "test:      "), sizes):
         print_rank_0(f"    {name} {size}")
-    train, valid, test = provider(sizes)
+    datasets = provider(sizes)
+    iterators: Iterators = (None, None, None)
+    failure: MegatronLiteError | None = None
+    if collectives.group_rank(pg_collection.tp) == 0:
+        try:
+            iterators = _iterators(datasets, args, pg_collection)
+        except MegatronLiteError as error:
+            failure = error
+    there = [iterator is not None for iterator in iterators]
+    failure, there = collectives.broadcast_object((failure, there), pg_collection.tp, purpose="which data there are")
+    if failure is not None:
+        raise failure
+    if collectives.group_rank(pg_collection.tp) == 0:
+        return iterators
+    train, valid, test = (ReadElsewhere() if exists else None for exists in there)
+    return train, valid, test
+
+
+def _iterators(datasets: Sequence[Any], args: Namespace, pg_collection: ProcessGroupCollection) -> Iterators:
+    train, valid, test = datasets
     wanted = args.eval_iters > 0
     return (
         None if args.skip_train else _iterator("train", train, args.consumed_train_samples, args, pg_collection),

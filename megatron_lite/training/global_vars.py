@@ -67,6 +67,13 @@ def build_tokenizer(args: Namespace) -> Any:
         f" > padded vocab (size: {size}) with {args.padded_vocab_size - size} dummy tokens "
         f"(new size: {args.padded_vocab_size})"
     )
+    alone = vocab_size_with_padding(tokenizer, config)
+    if alone != args.padded_vocab_size:
+        print_rank_0(
+            f"NOTE: one rank would pad the vocabulary to {alone}. Padded rows take part in the softmax, so the loss "
+            f"starts near ln {args.padded_vocab_size} instead of ln {alone}; --padded-vocab-size "
+            f"{args.padded_vocab_size} makes both the same"
+        )
     return tokenizer
 
 

@@ -23,6 +23,7 @@ from megatron_lite.collectives import group_rank
 from megatron_lite.errors import ConfigError
 from megatron_lite.log import print_rank_0, set_rank
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA
 from megatron_lite.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_lite.training.launch import Launch, read_launch
 
@@ -68,9 +69,14 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
             args.tensor_model_parallel_size,
             args.pipeline_model_parallel_size,
             context_parallel_size=args.context_parallel_size,
+            hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
             expert_model_parallel_size=args.expert_model_parallel_size,
+            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
             expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            nccl_communicator_config_path=args.nccl_communicator_config_path,
             distributed_timeout_minutes=args.distributed_timeout_minutes,
+            order=PIPELINE_BEFORE_DATA if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+            high_priority_stream_groups=args.high_priority_stream_groups,
         )
         print_rank_0(f"> initialized tensor model parallel with size {args.tensor_model_parallel_size}")
         print_rank_0(f"> initialized pipeline model parallel with size {args.pipeline_model_parallel_size}")

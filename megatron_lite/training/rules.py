@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.rank_grid import nearest_multiples
 from megatron_lite.training.derived import horizon, problem_of_batch
 
 
@@ -146,6 +147,7 @@ GIVEN: tuple[Rule, ...] = (
             "ckpt_step",
             "seed",
             "distributed_timeout_minutes",
+            "distributed_timeout_seconds_after_init",
         )
     ),
     _positive("global_batch_size", why="a step trains on at least one sample"),
@@ -424,11 +426,64 @@ DERIVED: tuple[Rule, ...] = (
         )
     ),
     Rule(
-        lambda a: a.model_parallel_ranks > 0 and a.world_size % a.model_parallel_ranks != 0,
+        lambda a: (
+            a.model_parallel_ranks > 0
+            and a.world_size % a.model_parallel_ranks != 0
+            and {"near": nearest_multiples(a.world_size, a.model_parallel_ranks)}
+        ),
         "world size {world_size} with --tensor-model-parallel-size {tensor_model_parallel_size} "
         "--pipeline-model-parallel-size {pipeline_model_parallel_size} --context-parallel-size {context_parallel_size}",
         "a copy of the model takes their product, {model_parallel_ranks} ranks, and the world is a number of copies",
-        "a multiple of {model_parallel_ranks} ranks, or other sizes",
+        "start {near} processes, or choose other sizes",
+    ),
+    # -- shares of the tensor-parallel ranks
+    *(
+        Rule(
+            lambda a, name=name: (
+                bool(getattr(a, name))  # type: ignore[misc]
+                and a.tensor_model_parallel_size > 0
+                and getattr(a, name) % a.tensor_model_parallel_size != 0
+                and {"near": nearest_multiples(getattr(a, name), a.tensor_model_parallel_size)}
+            ),
+            f"{_flag(name)} {{{name}}} with --tensor-model-parallel-size {{tensor_model_parallel_size}}",
+            "each rank takes an equal share",
+            f"{_flag(name)} {{near}}, or another --tensor-model-parallel-size",
+        )
+        for name in ("num_attention_heads", "ffn_hidden_size")
+    ),
+    Rule(
+        lambda a: (
+            a.group_query_attention
+            and a.num_query_groups > 0
+            and a.tensor_model_parallel_size > 0
+            and a.num_query_groups % a.tensor_model_parallel_size != 0
+            and a.tensor_model_parallel_size % a.num_query_groups != 0
+        ),
+        "--num-query-groups {num_query_groups} with --tensor-model-parallel-size {tensor_model_parallel_size}",
+        "a rank holds whole key/value heads, or a whole number of ranks shares one",
+        "a number of groups that divides the tensor-parallel size or is a multiple of it",
+    ),
+    Rule(
+        lambda a: (
+            a.sequence_parallel
+            and bool(a.seq_length)
+            and a.seq_length % a.tensor_model_parallel_size != 0
+            and {"near": nearest_multiples(a.seq_length, a.tensor_model_parallel_size)}
+        ),
+        "--seq-length {seq_length} with --sequence-parallel and --tensor-model-parallel-size "
+        "{tensor_model_parallel_size}",
+        "each rank takes an equal share of the sequence",
+        "--seq-length {near}, or without --sequence-parallel",
+    ),
+    Rule(
+        lambda a: (
+            a.distribute_saved_activations
+            and (a.recompute_granularity != "full" or a.tensor_model_parallel_size == 1 or a.sequence_parallel)
+        ),
+        "--distribute-saved-activations without --recompute-granularity full and --tensor-model-parallel-size > 1, "
+        "or with --sequence-parallel",
+        "it cuts the inputs that full recompute saves over ranks that all hold them alike",
+        "leave it out",
     ),
     # -- batch
     Rule(

@@ -12,6 +12,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ from megatron_lite.num_microbatches_calculator import (
 from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.pipeline_parallel.executor import ForwardStep
+from megatron_lite.process_groups import set_timeout
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.timers import Timers
 from megatron_lite.training import global_vars
 from megatron_lite.training.arguments import print_args, save_config
+from megatron_lite.training.batch import skip_batch
 from megatron_lite.training.checkpointing import (
     load_checkpoint,
     save_checkpoint,
@@ -172,6 +175,7 @@ class Loop:
         self.process_non_loss_data_func = process_non_loss_data_func
         self.exit_signal = SignalWatch(args.exit_signal) if args.exit_signal_handler else None
         self._saved_at = args.iteration if args.iteration else -1
+        self._timeout_after_init = args.distributed_timeout_seconds_after_init
 
     # -- the course of a run ---------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -263,13 +267,16 @@ class Loop:
         if args.log_params_norm:
             norm = params_norm(self.model, self.pg_collection)
         self.log.step(iteration, result, batch, norm)
+        if self._timeout_after_init is not None:  # the first iteration may take long: it makes NCCL's communicators
+            set_timeout(self.pg_collection, timedelta(seconds=self._timeout_after_init))
+            self._timeout_after_init = None
 
     def _skip(self, batch: int) -> None:
         """Read the batch of this iteration, and do not train on it."""
         args = self.args
         try:
             for _ in range(get_num_microbatches()):
-                next(self.train_data)  # type: ignore[arg-type]
+                skip_batch(self.train_data, self.pg_collection.tp)  # type: ignore[arg-type]
         except StopIteration:
             raise self._out_of_data(args.iteration + 1) from None
         args.iteration += 1

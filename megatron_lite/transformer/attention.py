@@ -3,7 +3,9 @@
     self    [q; k; v] = x W_qkv     rows by query group: its query heads, then its key, then its value
     cross   q = x W_q,  [k; v] = c W_kv     rows by head: key, value
 
-Grouped queries: np heads share ng keys and values. Heads are split over tp; a rank holds whole groups.
+Grouped queries: np heads share ng keys and values. Heads are split over tp; a rank holds whole groups. Where there are
+fewer groups than ranks, tp/ng neighbours share one: each computes its rows of [q; k; v], all rows are gathered, and a
+rank takes its own query heads and the key and value that they look at.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from megatron_lite import collectives
 from megatron_lite.errors import ConfigError
 from megatron_lite.fusions.rope import rotate
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.random import checkpoint
 from megatron_lite.tensor_parallel.utils import divide
 from megatron_lite.transformer.enums import AttnMaskType
@@ -82,17 +85,13 @@ class Attention(MegatronModule):
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         assert config.kv_channels is not None and config.num_query_groups is not None
         tp_size = collectives.group_size(self.pg_collection.tp)
-        if config.num_query_groups % tp_size:
-            raise ConfigError(
-                f"--num-query-groups {config.num_query_groups} with --tensor-model-parallel-size {tp_size}",
-                why="a rank holds whole key/value heads",
-                fix=f"a tensor-parallel size that divides {config.num_query_groups}",
-            )
+        # Ranks that share a key/value head; TransformerConfig has refused sizes of which neither divides the other.
+        self.ranks_per_group = max(1, tp_size // config.num_query_groups)
         self.hidden_size_per_attention_head = config.kv_channels
         self.query_projection_size = config.kv_channels * config.num_attention_heads
         self.kv_projection_size = config.kv_channels * config.num_query_groups
         self.num_attention_heads_per_partition = divide(config.num_attention_heads, tp_size)
-        self.num_query_groups_per_partition = divide(config.num_query_groups, tp_size)
+        self.num_query_groups_per_partition = divide(config.num_query_groups * self.ranks_per_group, tp_size)
         self.use_rope = not skips_rope(config, layer_number)
         self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in (
             config.recompute_modules or ()
@@ -224,15 +223,31 @@ class SelfAttention(Attention):
         groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         heads = self.num_attention_heads_per_partition
         s, b = mixed.shape[:2]
-        mixed = mixed.view(s, b, groups, (heads // groups + 2) * size)
-        # One split: its backward is one concatenation, where three slices would fill and add three tensors.
-        query, key, value = mixed.split([heads // groups * size, size, size], dim=-1)
+        if self.ranks_per_group > 1:
+            query, key, value = self._own_heads_of_shared_group(mixed)
+        else:
+            mixed = mixed.view(s, b, groups, (heads // groups + 2) * size)
+            # One split: its backward is one concatenation, where three slices would fill and add three tensors.
+            query, key, value = mixed.split([heads // groups * size, size, size], dim=-1)
         query = query.reshape(s, b, heads, size)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
         return query, key, value
+
+    def _own_heads_of_shared_group(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's rows of [q; k; v] `[s, b, out/t]` -> its queries, and the key and value of its group.
+
+        Each is `[s, b, 1, channels]`. The gradient of what is gathered differs from rank to rank, so it is summed.
+        """
+        size, own = self.hidden_size_per_attention_head, self.num_attention_heads_per_partition
+        rows = all_gather_last_dim_from_tensor_parallel_region(mixed, self.pg_collection.tp)
+        group, place = divmod(collectives.group_rank(self.pg_collection.tp), self.ranks_per_group)
+        heads = own * self.ranks_per_group
+        of_group = rows.view(*rows.shape[:2], -1, (heads + 2) * size)[:, :, group : group + 1]
+        queries, key, value = of_group.split([heads * size, size, size], dim=-1)
+        return queries[..., place * own * size : (place + 1) * own * size], key, value
 
 
 def _head_norm(module: ModuleSpec | type, size: int, config: TransformerConfig) -> Any:

@@ -190,7 +190,9 @@ class TransformerBlock(MegatronModule):
         else:
             groups, kept_from = [(i, i + 1) for i in range(min(step, count))], min(step, count)
         for begin, end in groups:
-            x, context = checkpoint(group(begin, end), False, x, context)
+            x, context = checkpoint(
+                group(begin, end), self.config.distribute_saved_activations, x, context, tp_group=self.pg_collection.tp
+            )
         return self._run(kept_from, count, x, context, same)[0]
 
 

@@ -110,6 +110,10 @@ class TransformerConfig(ModelParallelConfig):
         None, "Selective recompute: which parts. Default: core_attn.", choices=RECOMPUTE_MODULES
     )
 
+    distribute_saved_activations: bool = flag(
+        False, "Full recompute: each tensor-parallel rank keeps a part of the saved inputs; backward gathers them."
+    )
+
     # -- loss
     calculate_per_token_loss: bool = flag(
         False, "Divide gradients by the tokens of the global batch, instead of averaging the means of micro-batches."
@@ -202,6 +206,14 @@ class TransformerConfig(ModelParallelConfig):
                 why="a rank holds whole key/value heads, or a whole number of ranks shares one",
                 fix="a number of groups that divides the tensor-parallel size or is a multiple of it",
             )
+        elif groups < tp and (heads + 2 * groups) * (self.kv_channels or 0) % tp:
+            yield ConfigError(
+                f"--num-query-groups {groups} with --tensor-model-parallel-size {tp} and --kv-channels "
+                f"{self.kv_channels}",
+                why=f"the {(heads + 2 * groups) * (self.kv_channels or 0)} rows of queries, keys and values are shared "
+                "equally",
+                fix="a --kv-channels that the tensor-parallel size divides",
+            )
         for name, legal in (("normalization", NORMALIZATIONS), ("softmax_type", SOFTMAX_TYPES)):
             if getattr(self, name) not in legal:
                 yield ConfigError(
@@ -251,6 +263,17 @@ class TransformerConfig(ModelParallelConfig):
                 f"with --recompute-granularity {granularity}",
                 why="method and number of layers say how full recompute groups layers",
                 fix="--recompute-granularity full, or leave both out",
+            )
+        if self.distribute_saved_activations and (
+            granularity != "full" or self.tensor_model_parallel_size == 1 or self.sequence_parallel
+        ):
+            yield ConfigError(
+                f"--distribute-saved-activations with --recompute-granularity {granularity}, "
+                f"--tensor-model-parallel-size {self.tensor_model_parallel_size}"
+                + (" and --sequence-parallel" if self.sequence_parallel else ""),
+                why="it cuts the inputs that full recompute saves over tensor-parallel ranks that all hold them alike; "
+                "with sequence parallelism they are cut already",
+                fix="leave it out",
             )
         if granularity != "selective" and self.recompute_modules:
             yield ConfigError(

@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_lite import collectives
+from megatron_lite.errors import DataError
 from megatron_lite.initialization import Normal, fill
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
@@ -26,6 +27,7 @@ from megatron_lite.tensor_parallel import (
     scatter_to_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
+from megatron_lite.training.batch import get_batch, skip_batch
 from megatron_lite.transformer import TransformerConfig
 
 
@@ -272,3 +274,44 @@ def received():
 def test_rank_0s_batch_reaches_the_other_rank(world):
     for batch in world(2).run(received):
         assert torch.equal(batch["tokens"], torch.arange(6).view(2, 3)) and torch.equal(batch["mask"], torch.ones(4))
+
+
+SAMPLE = {
+    "tokens": torch.arange(6).view(2, 3),
+    "labels": torch.arange(6).view(2, 3) + 1,
+    "position_ids": torch.arange(3).expand(2, 3),
+    "loss_mask": torch.tensor([[1.0, 0.0, 1.0], [0.5, 1.0, 1.0]]),
+    "attention_mask": torch.ones(2, 1, 3, 3, dtype=torch.bool).triu(1),
+}
+
+
+def batches(count: int):
+    """A loader of `count` micro-batches on rank 0; what the others hold is not asked."""
+    return None if dist.get_rank() else iter([SAMPLE] * count)
+
+
+def received_batches():
+    as_tensor_parallel()
+    data = batches(2)
+    skip_batch(data)
+    batch = get_batch(data, torch.device("cpu"), 7)
+    ends = []
+    for read in (lambda: get_batch(data, torch.device("cpu"), 7), lambda: skip_batch(data)):
+        try:
+            read()
+        except StopIteration:
+            ends.append("end")
+    try:
+        get_batch(batches(1), torch.device("cpu"), 6)
+    except DataError as error:
+        ends.append(error.what)
+    return batch, ends
+
+
+def test_a_batch_its_end_and_its_faults_reach_every_rank(world):
+    """A rank that waits for a batch that rank 0 could not read hangs for ever."""
+    for batch, ends in world(2).run(received_batches):
+        for name, tensor in SAMPLE.items():
+            got = getattr(batch, name)
+            assert got.dtype == tensor.dtype and torch.equal(got, tensor), name
+        assert ends[:2] == ["end", "end"] and "token 6" in ends[2]

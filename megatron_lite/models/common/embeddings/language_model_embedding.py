@@ -94,6 +94,8 @@ class LanguageModelEmbedding(MegatronModule):
         probability = self.config.hidden_dropout if self.training else 0.0
         if self.scatter_to_sequence_parallel and not self.reduce_scatter_embeddings:
             y = scatter_to_sequence_parallel_region(y, self.tp_group)
+            if self.config.clone_scatter_output_in_embedding:
+                y = y.clone()  # a view would keep all of the sequence in memory
         region = get_cuda_rng_tracker().fork() if probability and self.scatter_to_sequence_parallel else nullcontext()
         with region:
             return dropout(y, probability, self.training)
