@@ -1,0 +1,206 @@
+"""The data path beside what it cannot do without: preprocessing, index building, loading.
+
+    python benchmarks/data.py                         all parts, tables on standard output
+    python benchmarks/data.py preprocess --rounds 5   one part
+
+A part is a function in PARTS: it takes the arguments and returns the lines of its table. Contestants of a part take
+turns in one run, so that other load meets all alike; times are medians over the rounds. CPU times count all processes
+of a contestant; on a machine with other load they say more than the wall's.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Lines = list[str]
+
+
+@contextlib.contextmanager
+def stopwatch(times: list[tuple[float, float]]) -> Iterator[None]:
+    """Appends (wall, CPU) seconds of the block, those of its processes included."""
+
+    def cpu() -> float:
+        return sum(
+            sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )  # user and system
+
+    wall, used = time.perf_counter(), cpu()
+    yield
+    times.append((time.perf_counter() - wall, cpu() - used))
+
+
+def table(head: list[str], rows: list[list[str]]) -> Lines:
+    """A table in markdown."""
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+# -- preprocess --------------------------------------------------------------------------------------------------
+
+_tokenizer: Any = None
+
+
+def _have_tokenizer(config: Any) -> None:
+    global _tokenizer
+    from megatron_lite.tokenizers.build_tokenizer import build_tokenizer
+
+    _tokenizer = build_tokenizer(config)
+
+
+def _count(texts: list[str]) -> int:
+    return sum(map(len, _tokenizer.tokenize_batch(texts)))
+
+
+def _encode_line(line: str) -> tuple[list[int], list[int]]:
+    ids = _tokenizer.tokenize(json.loads(line)["text"])
+    ids.append(_tokenizer.eod)
+    return ids, [len(ids)]
+
+
+def bare(config: Any, batches: list[list[str]], workers: int) -> None:
+    """The tokenizer and nothing else: texts that are in memory go to the workers, ids are counted and dropped."""
+    with multiprocessing.get_context("fork").Pool(workers, _have_tokenizer, (config,)) as pool:
+        sum(pool.imap(_count, batches))
+        pool.close()
+        pool.join()
+
+
+def line_by_line(config: Any, source: str, prefix: str, workers: int) -> None:
+    """What megatron-core's script does: `Pool.imap` over the lines in chunks of 32, a document written at a time."""
+    from megatron_lite.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    from megatron_lite.tokenizers.build_tokenizer import build_tokenizer
+
+    dtype = DType.optimal_dtype(build_tokenizer(config).vocab_size)
+    with (
+        multiprocessing.get_context("fork").Pool(workers, _have_tokenizer, (config,)) as pool,
+        open(source, encoding="utf-8") as lines,
+        IndexedDatasetBuilder(f"{prefix}.bin", dtype) as builder,
+    ):
+        for ids, lengths in pool.imap(_encode_line, lines, 32):
+            builder.add_document(ids, lengths)
+        builder.finalize(f"{prefix}.idx")
+        pool.close()
+        pool.join()
+
+
+def ours(config: Any, source: str, prefix: str, workers: int) -> None:
+    from megatron_lite.cli.encoder import Recipe
+    from megatron_lite.cli.preprocess import preprocess
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        preprocess([source], prefix, Recipe(tokenizer=config, append_eod=True), workers=workers)
+
+
+def _tokenizers(folder: Path, source: str) -> dict[str, Any]:
+    """A SentencePiece model and a byte-level BPE of 8192 tokens each, trained on the corpus."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
+    from megatron_lite.tokenizers.train_sentencepiece import train_sentencepiece
+
+    with open(source, encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line in itertools.islice(lines, 300)]
+    train_sentencepiece(texts, str(folder / "sp.model"), vocab_size=8192)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=8192, special_tokens=["</s>"], show_progress=False))
+    (folder / "hf").mkdir()
+    bpe.save(str(folder / "hf" / "tokenizer.json"))
+    (folder / "hf" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return {
+        "SentencePiece": TokenizerConfig(
+            tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / "sp.model")
+        ),
+        "Hugging Face": TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "hf")),
+    }
+
+
+def preprocess_part(args: argparse.Namespace) -> Lines:
+    """`megatron-lite preprocess` beside the bare tokenizer and beside line-by-line `Pool.imap`; targets 0.8 and 1.0."""
+    from megatron_lite.cli.corpus import documents, standard_library
+    from megatron_lite.cli.jsonl import BLOCK_BYTES
+
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source, size = str(folder / "in.jsonl"), 0
+        with open(source, "w", encoding="utf-8") as out:
+            for _, text in documents(standard_library()):
+                size += out.write(json.dumps({"text": text}) + "\n")
+                if size > args.megabytes * 1e6:
+                    break
+        batches: list[list[str]] = [[]]
+        held = 0
+        with open(source, encoding="utf-8") as lines:
+            for line in lines:  # as many to a call of the tokenizer as ours has
+                if held > BLOCK_BYTES:
+                    batches, held = [*batches, []], 0
+                batches[-1].append(json.loads(line)["text"])
+                held += len(line)
+        for kind, config in _tokenizers(folder, source).items():
+            for workers in args.workers:
+                contestants: dict[str, Callable[[], None]] = {
+                    "bare": lambda: bare(config, batches, workers),  # noqa: B023 called before the next turn
+                    "lines": lambda: line_by_line(config, source, str(folder / "theirs"), workers),  # noqa: B023
+                    "ours": lambda: ours(config, source, str(folder / "ours"), workers),  # noqa: B023
+                }
+                times: dict[str, list[tuple[float, float]]] = {who: [] for who in contestants}
+                for _ in range(args.rounds):
+                    for who, run in contestants.items():
+                        with stopwatch(times[who]):
+                            run()
+                for ending in ("bin", "idx"):
+                    theirs = (folder / f"theirs.{ending}").read_bytes()
+                    assert (folder / f"ours_text_document.{ending}").read_bytes() == theirs, "not the same corpus"
+                wall = {who: statistics.median(time[0] for time in taken) for who, taken in times.items()}
+                cpu = {who: statistics.median(time[1] for time in taken) for who, taken in times.items()}
+                rows.append(
+                    [kind, str(workers), *(f"{size / 1e6 / wall[who]:.2f}" for who in ("bare", "lines", "ours"))]
+                    + [
+                        f"{taken['bare'] / taken['ours']:.2f} / {taken['lines'] / taken['ours']:.2f}"
+                        for taken in (wall, cpu)
+                    ]
+                )
+                print(f"{kind}, {workers} workers: wall {wall}, CPU {cpu}", file=sys.stderr)
+    head = ["tokenizer", "workers", "bare, MB/s", "line by line", "ours", "ours / bare, / line by line (wall)", "(CPU)"]
+    return [f"preprocess: {size / 1e6:.0f} MB of JSONL, {args.rounds} rounds", "", *table(head, rows)]
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[argparse.Namespace], Lines]] = {
+    "preprocess": preprocess_part,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="preprocess: numbers of processes")
+    parser.add_argument("--megabytes", type=float, default=12.0, help="preprocess: size of the corpus")
+    args = parser.parse_args()
+    for name in args.parts or PARTS:
+        print("\n".join(["", *PARTS[name](args)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
