@@ -62,11 +62,15 @@ class BlendedDataset:
             f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
             self.unique_description,
             {},
+            trust=config.fast_cache_load,
+            defer=config.defer_npy_index_mmap,
         )
-        arrays, self.built_anew_on_cache_miss = cache.load_or_build(
-            ("dataset_index", "dataset_sample_index"), self._build_indices
+        self._length = sum(int(weight) for weight in self.weights) if size is None else size
+        self._arrays, self.built_anew_on_cache_miss = cache.load_or_build(
+            ("dataset_index", "dataset_sample_index"), self._build_indices, (self._length, self._length)
         )
-        self.dataset_index, self.dataset_sample_index = arrays
+        if cache.trust or config.defer_npy_index_mmap:  # no pass over files that shall not be opened, or are right
+            return
         for j, (used, dataset) in enumerate(zip(self.samples_per_dataset(), datasets)):
             if used > len(dataset):
                 raise IndexError(
@@ -75,12 +79,22 @@ class BlendedDataset:
                     f"{config.mid_level_dataset_surplus:g}"
                 )
 
+    @property
+    def dataset_index(self) -> np.ndarray:
+        """int16 `[size]`: the dataset of each item."""
+        return self._arrays[0]
+
+    @property
+    def dataset_sample_index(self) -> np.ndarray:
+        """int64 `[size]`: which of that dataset's samples it is."""
+        return self._arrays[1]
+
     def samples_per_dataset(self) -> list[int]:
         """How many of the blend's items come from each dataset."""
         return np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
 
     def __len__(self) -> int:
-        return len(self.dataset_index)
+        return self._length
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
         at = 0 if idx is None else int(idx)

@@ -62,6 +62,12 @@ class BlendedMegatronDatasetConfig:
     allow_ambiguous_pad_tokens: bool = False
     """Take the tokenizer's pad token as padding even where it is another special token as well."""
 
+    fast_cache_load: bool = False
+    """The index caches are there and right: no rank waits for another, and nothing is compared."""
+
+    defer_npy_index_mmap: bool = False
+    """Open the index files at the first sample."""
+
     def __post_init__(self) -> None:
         if self.blend is not None and self.blend_per_split is not None:
             raise ConfigError(

@@ -3,10 +3,16 @@
 `index_building` says which tokens make sample k; this file reads them and adds labels, loss mask, positions and
 attention mask. The unit that is shuffled is the sequence of the `.idx`, called document here: for corpora that were
 not split into sentences they are the same.
+
+Two ways to keep attention inside a document:
+
+    reset_attention_mask      boundaries are end-of-document tokens; the sample carries its mask         [1, s, s]
+    inter_document_masking    boundaries are where the corpus' documents meet; it carries where they do  cu_seqlens
 """
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +24,13 @@ from megatron_lite.datasets.index_building import (
     build_sample_index,
     build_shuffle_index,
     number_of_epochs,
+    number_of_samples,
     separate_last_epoch,
 )
-from megatron_lite.datasets.index_cache import IndexCache
+from megatron_lite.datasets.index_cache import IndexArrays, IndexCache
 from megatron_lite.datasets.indexed_dataset import IndexedDataset
 from megatron_lite.datasets.megatron_dataset import MegatronDataset
+from megatron_lite.datasets.object_storage import is_object_storage_path
 from megatron_lite.datasets.utils import Split
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.log import warn_rank_0
@@ -53,6 +61,16 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     add_extra_token_to_sequence: bool = True
     """Read one token more than `sequence_length`, so that the last label is a real one."""
 
+    inter_document_masking: bool = False
+    """Samples say where their documents begin (`cu_seqlens`), and positions restart there."""
+
+    sequences_per_dataset: dict[str, list[int]] | None = None
+    """Prefix -> [sequences, document marks] of each corpus, known beforehand: the headers are held against them, and
+    no index is searched for damage."""
+
+    object_storage_cache_path: str | None = None
+    """Folder for the `.idx` of corpora in object storage; None: below `path_to_cache`, or in memory."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tokenizer is None:
@@ -68,6 +86,14 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
                 why="without the mask of each sample, attention would cross documents",
                 fix="leave one of the two out",
             )
+        if self.inter_document_masking and (self.reset_attention_mask or self.create_attention_mask):
+            raise ConfigError(
+                "inter_document_masking with "
+                + ("reset_attention_mask" if self.reset_attention_mask else "create_attention_mask"),
+                why="documents are told apart either by the corpus or by end-of-document tokens, and the mask is then "
+                "made from cu_seqlens, not in the loader",
+                fix="create_attention_mask=False, reset_attention_mask=False",
+            )
 
 
 class GPTDataset(MegatronDataset):
@@ -77,6 +103,8 @@ class GPTDataset(MegatronDataset):
     - `loss_mask`: float32 `[s]`, 0 where the label is padding (and as `eod_mask_loss` says)
     - `attention_mask`: bool `[1, s, s]`, True = hidden; only with `create_attention_mask`. Without resets all samples
       share one array: copy it before you change it.
+    - `cu_seqlens`: int32 `[s + 1]`, 0, then where each document of the sample ends, then s up to the end; `max_seqlen`:
+      int32, the longest of them. Only with `inter_document_masking`. Padding belongs to the last document.
 
     Item None is a filler for the last batch: sample 0 without loss.
 
@@ -109,7 +137,11 @@ class GPTDataset(MegatronDataset):
                 fix="give this split a larger share, or ask for no samples of it",
             )
         self.num_epochs = number_of_epochs(num_samples, self.tokens_per_epoch, config.sequence_length, self._extra)
-        self.document_index, self.sample_index, self.shuffle_index = self._indices()
+        self._drop = config.drop_last_partial_validation_sequence or index_split is not Split.valid
+        self._length = number_of_samples(
+            self.num_epochs * self.tokens_per_epoch, config.sequence_length, self._extra, self._drop
+        )
+        self._arrays, self.built_anew_on_cache_miss = self._indices()
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
@@ -118,7 +150,21 @@ class GPTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> IndexedDataset:
         assert dataset_path is not None
-        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+        counts = None
+        if config.sequences_per_dataset is not None:
+            counts = config.sequences_per_dataset.get(dataset_path)
+            if counts is None:
+                raise DataError(
+                    f"--per-dataset-sequences-path has no entry for {dataset_path}",
+                    why="it lists [sequences, document marks] of every prefix, spelt as in --data-path",
+                    fix="add it, or leave the flag out",
+                )
+        idx_folder = config.object_storage_cache_path
+        if idx_folder is None and config.path_to_cache is not None:
+            idx_folder = os.path.join(config.path_to_cache, "object_storage")
+        return IndexedDataset(
+            dataset_path, multimodal=False, mmap=config.mmap_bin_files, counts=counts, idx_folder=idx_folder
+        )
 
     @staticmethod
     def num_tokens(low_level_dataset: Any, indices: np.ndarray) -> int:
@@ -129,11 +175,26 @@ class GPTDataset(MegatronDataset):
             lengths = lengths[indices]
         return int(lengths.sum(dtype=np.int64))
 
+    @property
+    def document_index(self) -> np.ndarray:
+        """int32 `[epochs * documents]`: the documents in the order of the stream."""
+        return self._arrays[0]
+
+    @property
+    def sample_index(self) -> np.ndarray:
+        """`[samples + 1, 2]`: where each sample of the stream begins, see `build_sample_index`."""
+        return self._arrays[1]
+
+    @property
+    def shuffle_index(self) -> np.ndarray:
+        """`[samples]`: item i is sample shuffle_index[i] of the stream."""
+        return self._arrays[2]
+
     def __len__(self) -> int:
-        return len(self.sample_index) - 1
+        return self._length
 
     def __getitem__(self, idx: int | None) -> dict[str, np.ndarray]:
-        text = self._text(0 if idx is None else int(idx))
+        text, lengths = self._text(0 if idx is None else int(idx))
         if self._extra:
             tokens, labels = text[:-1].copy(), text[1:].copy()
         else:
@@ -149,23 +210,29 @@ class GPTDataset(MegatronDataset):
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
         if attention_mask is not None:
             sample["attention_mask"] = attention_mask
+        if self.config.inter_document_masking:
+            starts, sample["cu_seqlens"], sample["max_seqlen"] = document_boundaries(lengths, len(tokens))
+            # Both kinds of restart, where end-of-document tokens restart positions as well.
+            np.minimum(position_ids, np.arange(len(tokens)) - starts, out=position_ids)
         return sample
 
-    def _text(self, idx: int) -> np.ndarray:
-        """The tokens of item `idx`, int64 `[s + x]`, padded on the right where the corpus ends before."""
+    def _text(self, idx: int) -> tuple[np.ndarray, list[int]]:
+        """The tokens of item `idx`, int64 `[s + x]`, padded on the right where the corpus ends before; and how many of
+        them each document gave, in order (0: it is empty, or all of it belongs to the sample before)."""
         k = int(self.shuffle_index[idx])
         first, begin = self.sample_index[k].tolist()
         last, end = self.sample_index[k + 1].tolist()
         end += self._extra
         text = np.full(self.config.sequence_length + self._extra, self._pad, np.int64)
-        filled = 0
+        filled, lengths = 0, []
         for position in range(first, last + 1):
             start = begin if position == first else 0
             length = end - start if position == last else None
             part = self.dataset.get(self.document_index[position], start, length)
             text[filled : filled + len(part)] = part
             filled += len(part)
-        return text
+            lengths.append(len(part))
+        return text, lengths
 
     def _masks_and_positions(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Loss mask, position ids (both the caller's own) and the attention mask or None. See `masks_and_positions`."""
@@ -183,9 +250,8 @@ class GPTDataset(MegatronDataset):
             self._plain_mask = _causal_mask(len(tokens))[None]
         return np.ones(len(tokens), np.float32), np.arange(len(tokens), dtype=np.int64), self._plain_mask
 
-    def _indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _indices(self) -> tuple[IndexArrays, bool]:
         config = self.config
-        drop = config.drop_last_partial_validation_sequence or self.index_split is not Split.valid
         lengths = self.dataset.sequence_lengths
 
         def build() -> tuple[np.ndarray, ...]:
@@ -200,30 +266,63 @@ class GPTDataset(MegatronDataset):
                 config.sequence_length,
                 self.tokens_per_epoch,
                 self.num_epochs,
-                drop,
+                self._drop,
                 config.add_extra_token_to_sequence,
             )
             total = len(samples) - 1
+            assert total == self._length, (total, self._length)
             return documents, samples, build_shuffle_index(total if before is None else before, total, random_state)
 
         folder = config.path_to_cache
         if folder is None and self.dataset_path is not None:
+            if is_object_storage_path(self.dataset_path):
+                raise DataError(
+                    f"the index cache of {self.dataset_path} needs a folder on disk",
+                    why="the order of the samples is kept beside a corpus, and this one lies in object storage",
+                    fix="--data-cache-path FOLDER",
+                )
             folder = os.path.join(self.dataset_path, "cache", f"{type(self).__name__}_indices")
+        trust = config.fast_cache_load and folder is not None
         cache = IndexCache(
             folder,
             f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
             self.unique_description,
             {
                 "add_extra_token_to_sequence": config.add_extra_token_to_sequence,
-                "drop_last_partial_sequence": drop,
-                "sequence_lengths": _fingerprint(lengths) if folder is not None else "",
+                "drop_last_partial_sequence": self._drop,
+                "sequence_lengths": "" if folder is None or trust else _fingerprint(lengths),
             },
+            trust=trust,
+            defer=config.defer_npy_index_mmap,
         )
-        arrays, self.built_anew_on_cache_miss = cache.load_or_build(
-            ("document_index", "sample_index", "shuffle_index"), build
+        return cache.load_or_build(
+            ("document_index", "sample_index", "shuffle_index"),
+            build,
+            (self.num_epochs * len(self.indices), self._length + 1, self._length),
         )
-        document_index, sample_index, shuffle_index = arrays
-        return document_index, sample_index, shuffle_index
+
+
+def document_boundaries(lengths: Sequence[int], s: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the documents of a sample of `s` inputs begin and end.
+
+    Args:
+        lengths: tokens that each document gave to the sample; the extra label token, which is no input, may be among
+            the last document's. What is missing to `s` is padding of the last document.
+    Returns: for each input where its document begins, int64 `[s]`; `cu_seqlens` int32 `[s + 1]`; `max_seqlen` int32.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    inner = np.unique(ends[(ends > 0) & (ends < s)])
+    # A padded sample's last document ends at s, not where its tokens do.
+    if int(ends[-1]) < s:
+        inner = inner[inner < ends[-1]]
+    cu_seqlens = np.full(s + 1, s, np.int32)
+    cu_seqlens[0] = 0
+    cu_seqlens[1 : len(inner) + 1] = inner
+    starts = np.zeros(s, np.int64)
+    starts[inner] = inner
+    np.maximum.accumulate(starts, out=starts)
+    edges = np.concatenate(([0], inner, [s]))
+    return starts, cu_seqlens, np.array(np.diff(edges).max(), np.int32)
 
 
 def masks_and_positions(

@@ -64,12 +64,12 @@ def build_document_index(
 
     Epochs are mixed with one another, but for the last one when it is `last_epoch_apart`.
     """
-    if not last_epoch_apart or num_epochs == 1:
-        index = np.tile(documents, num_epochs)
-        random_state.shuffle(index)
-        return index
-    first = build_document_index(documents, num_epochs - 1, random_state, False)
-    return np.concatenate((first, build_document_index(documents, 1, random_state, False)))
+    index = np.tile(documents, num_epochs)
+    mixed = len(documents) * (num_epochs - 1 if last_epoch_apart and num_epochs > 1 else num_epochs)
+    random_state.shuffle(index[:mixed])  # views, shuffled in place: the index exists once
+    if mixed < len(index):
+        random_state.shuffle(index[mixed:])
+    return index
 
 
 def build_sample_index(

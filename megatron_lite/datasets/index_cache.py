@@ -8,13 +8,17 @@
 Every file is written under a temporary name and moved, the description last. Arrays are used at once when description,
 options and files agree. Otherwise (Megatron's own cache, another option, a replaced corpus, a torn file) the dataset
 builds anew and compares: equal arrays on disk are kept, others replaced.
+
+Two ways to open many caches quickly: `trust` takes the files as they are, without reading what they were made from,
+and `defer` maps them at first use. Neither lets an index of another length through.
 """
 
 import contextlib
 import json
 import os
+import pickle
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,78 @@ from megatron_lite.log import get_logger
 _logger = get_logger(__name__)
 
 
+class IndexArrays(Sequence[np.ndarray]):
+    """The arrays of one dataset: in memory, or files that are mapped when they are first asked for.
+
+    Pickled, as for a reading process, files stay files: the other side maps them again.
+
+    Args:
+        arrays: None: not opened yet.
+        files: None: in memory only.
+        rows: items that each array has; None: not known beforehand.
+
+    Raises: DataError, when they are asked for, if files are missing, torn, of another length, or no longer those that
+        were opened before.
+    """
+
+    def __init__(
+        self,
+        arrays: tuple[np.ndarray, ...] | None,
+        files: tuple[str, ...] | None = None,
+        rows: tuple[int, ...] | None = None,
+    ):
+        assert arrays is not None or files is not None
+        self._arrays, self._files, self._rows = arrays, files, rows
+        self._states: list[tuple[int, int]] | None = None
+        if arrays is not None and files is not None:
+            self._states = [_state(file) for file in files]
+
+    def __len__(self) -> int:
+        return len(self._files if self._files is not None else self._arrays or ())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.open()[index]
+
+    def open(self) -> tuple[np.ndarray, ...]:
+        """The arrays, mapped if they were not yet."""
+        if self._arrays is None:
+            self._arrays = self._map()
+        return self._arrays
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self._files is not None:
+            state["_arrays"] = None
+        return state
+
+    def _map(self) -> tuple[np.ndarray, ...]:
+        assert self._files is not None
+        try:
+            states = [_state(file) for file in self._files]
+            arrays = tuple(map(_mapped, self._files))
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(
+                f"the index cache cannot be read: {error}",
+                why="--dataloader-fast-cache-load and --dataloader-defer-npy-index-mmap count on caches that are there",
+                fix="run once without them, on the same data and with the same options",
+            ) from error
+        if self._states is not None and states != self._states:
+            raise DataError(
+                f"the index cache {self._files[0]} was replaced while this run reads it",
+                why="another run on the same cache folder made it anew, from other data or options",
+                fix="give each its own --data-cache-path",
+            )
+        if self._rows is not None and [len(array) for array in arrays] != list(self._rows):
+            raise DataError(
+                f"the index cache {self._files[0]} was made from other data or options",
+                why=f"its arrays have {', '.join(str(len(array)) for array in arrays)} entries, "
+                f"this run needs {', '.join(map(str, self._rows))}",
+                fix="leave --dataloader-fast-cache-load out once: the cache is then made anew",
+            )
+        self._states = states
+        return arrays
+
+
 class IndexCache:
     """The cache files of one dataset.
 
@@ -34,41 +110,69 @@ class IndexCache:
         stem: their common beginning, `{md5}-{class}-{split}`.
         description: text of the description file.
         options: what else the arrays depend on (JSON values).
+        trust: the files are there and right: look at nothing else. Needs a folder.
+        defer: map the files at first use.
     """
 
-    def __init__(self, folder: str | None, stem: str, description: str, options: dict[str, Any]):
+    def __init__(
+        self,
+        folder: str | None,
+        stem: str,
+        description: str,
+        options: dict[str, Any],
+        *,
+        trust: bool = False,
+        defer: bool = False,
+    ):
         self.folder, self.stem, self.description, self.options = folder, stem, description, options
+        self.trust, self.defer = trust and folder is not None, defer
 
     def load_or_build(
-        self, names: tuple[str, ...], build: Callable[[], tuple[np.ndarray, ...]]
-    ) -> tuple[tuple[np.ndarray, ...], bool]:
+        self,
+        names: tuple[str, ...],
+        build: Callable[[], tuple[np.ndarray, ...]],
+        rows: tuple[int, ...] | None = None,
+    ) -> tuple[IndexArrays, bool]:
         """The arrays `names` (mapped files where there is a folder), and whether they had to be built.
 
         Safe when several processes do it at once: each writes the same bytes to its own temporary file, and reads
         what it wrote itself.
 
-        Raises: DataError if the folder cannot be written.
+        Args:
+            rows: items that each array must have, for files that are taken as they are.
+
+        Raises: DataError if the folder cannot be written, or `trust` finds no files.
         """
         if self.folder is None:
-            return build(), True
+            return IndexArrays(build()), True
+        files = tuple(self._path(f"{name}.npy") for name in names)
+        if self.trust:
+            trusted_arrays = IndexArrays(None, files, rows)
+            if not self.defer:
+                trusted_arrays.open()
+            return trusted_arrays, False
         found, trusted = self._read(names)
         if found is not None and trusted:
-            return found, False
+            return self._held(found, files), False
         arrays = build()
         if found is not None and all(map(_equal, found, arrays)):
             with contextlib.suppress(OSError):  # a folder that can only be read serves as well
                 self._write_text("options.json", self._options_text(names))
-            return found, False
+            return self._held(found, files), False
         if found is not None:
             _logger.warning("%s in %s was made from other data or options: built anew", self.stem, self.folder)
         try:
-            return self._write(names, arrays), True
+            return self._held(self._write(names, arrays), files), True
         except OSError as error:
             raise DataError(
                 f"cannot write the index cache {self.folder}: {error.strerror or error}",
                 why="the order of the samples is built once and kept beside the corpus",
                 fix="--data-cache-path FOLDER, one that this user may write (on all nodes)",
             ) from error
+
+    def _held(self, arrays: tuple[np.ndarray, ...], files: tuple[str, ...]) -> IndexArrays:
+        held = IndexArrays(arrays, files)
+        return pickle.loads(pickle.dumps(held)) if self.defer else held  # the copy has closed the files
 
     def _path(self, what: str) -> str:
         assert self.folder is not None
@@ -133,6 +237,12 @@ class IndexCache:
 def _mapped(path: str) -> np.ndarray:
     """The array of a file, mapped; as a plain array, whose items are found faster than a memmap's."""
     return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+
+def _state(path: str) -> tuple[int, int]:
+    """What changes when a file is replaced: size and time."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:

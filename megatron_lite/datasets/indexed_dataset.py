@@ -15,7 +15,6 @@ import contextlib
 import os
 import shutil
 import struct
-import time
 from array import array
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -24,14 +23,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron_lite.datasets import object_storage
+from megatron_lite.datasets.bin_reader import open_bin
+from megatron_lite.datasets.object_storage import is_object_storage_path
 from megatron_lite.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER_BYTES = 34
-
-# A network file system may answer the second time.
-READ_RETRY_PAUSES_S: tuple[float, ...] = (10.0, 20.0, 40.0)
 
 
 class DType(Enum):
@@ -81,14 +80,15 @@ def get_bin_path(path_prefix: str) -> str:
 class _Index:
     """The `.idx` of one pair: views on the mapped file, checked as far as O(1) and one pass over the lengths can."""
 
-    def __init__(self, path_prefix: str, multimodal: bool):
+    def __init__(
+        self, path_prefix: str, multimodal: bool, counts: Sequence[int] | None = None, idx_folder: str | None = None
+    ):
         path = get_idx_path(path_prefix)
         try:
-            with open(path, "rb") as file:
-                header = file.read(_HEADER_BYTES)
-            buffer = np.memmap(path, mode="r") if header else np.empty(0, np.uint8)
+            buffer = _idx_bytes(path, idx_folder)
         except OSError as error:
             raise _cannot_read(path, error) from error
+        header = buffer[:_HEADER_BYTES].tobytes()
         if not header.startswith(_MAGIC[: len(header)]) or not header:
             raise DataError(
                 f"{path} is not the index of a tokenised corpus",
@@ -109,6 +109,12 @@ class _Index:
                 f"{path} names the unknown token type {code}",
                 why=f"known are {', '.join(f'{kind.value} {kind.name}' for kind in DType)}",
                 fix="preprocess the corpus again",
+            )
+        if counts is not None and tuple(counts) != (num_sequences, num_marks):
+            raise DataError(
+                f"{path} has {num_sequences} sequences and {num_marks} document marks, {list(counts)} were announced",
+                why="the file of --per-dataset-sequences-path was made from another corpus",
+                fix="make it again, or leave the flag out",
             )
         needed = _HEADER_BYTES + 12 * num_sequences + 8 * num_marks + (num_sequences if multimodal else 0)
         if len(buffer) < needed:
@@ -132,7 +138,7 @@ class _Index:
         if d == 0 or marks[0] != 0 or marks[-1] != n:
             found = "there are none" if d == 0 else f"they run from {marks[0]} to {marks[-1]}"
             raise _torn(path, f"document marks run from 0 to the number of sequences, {n}; {found}")
-        if n and self.sequence_lengths.min() < 0:
+        if n and counts is None and self.sequence_lengths.min() < 0:
             raise _torn(path, "a sequence has a negative length")
         last = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize if n else 0
         self.bin_bytes = last
@@ -144,7 +150,11 @@ class IndexedDataset:
     Args:
         path_prefix: path of the pair without `.bin` and `.idx`.
         multimodal: the index carries a mode per sequence; items are then (sequence, mode).
-        mmap: map `.bin` (default), or read it with ordinary file reads.
+        mmap: map `.bin` (default), or read it with ordinary file reads. A prefix in object storage (s3://...) is read
+            by ranges in either case.
+        counts: sequences and document marks, known beforehand: the header must agree, and the pass over the lengths
+            that looks for damage is left out.
+        idx_folder: where the `.idx` of a prefix in object storage is kept; None: in memory.
 
     Sequences are views on the mapped file (read-only), or fresh arrays without `mmap`. Pickling keeps the arguments
     and opens the files again.
@@ -152,32 +162,38 @@ class IndexedDataset:
     Raises: DataError if the pair is missing, torn, foreign or of another version.
     """
 
-    def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True):
+    def __init__(
+        self,
+        path_prefix: str,
+        multimodal: bool = False,
+        mmap: bool = True,
+        *,
+        counts: Sequence[int] | None = None,
+        idx_folder: str | None = None,
+    ):
         self.path_prefix, self.multimodal, self.mmap = str(path_prefix), multimodal, mmap
+        self._counts, self._idx_folder = counts, idx_folder
         self._open()
 
     def _open(self) -> None:
-        self.index = _Index(self.path_prefix, self.multimodal)
+        self.index = _Index(self.path_prefix, self.multimodal, self._counts, self._idx_folder)
         path = get_bin_path(self.path_prefix)
         try:
-            size = os.path.getsize(path)
-            if size != self.index.bin_bytes:
-                raise DataError(
-                    f"{path} and its .idx do not belong together, or one is torn",
-                    why=f"the index describes {self.index.bin_bytes} bytes, the file has {size}",
-                    fix="preprocess the corpus again, or copy both files again",
-                )
-            self._bin = None
-            if self.mmap:
-                self._bin = np.memmap(path, mode="r") if size else np.empty(0, np.uint8)  # nothing cannot be mapped
+            self._bin = open_bin(path, self.mmap)
         except OSError as error:
             raise _cannot_read(path, error) from error
+        if self._bin.size != self.index.bin_bytes:
+            raise DataError(
+                f"{path} and its .idx do not belong together, or one is torn",
+                why=f"the index describes {self.index.bin_bytes} bytes, the file has {self._bin.size}",
+                fix="preprocess the corpus again, or copy both files again",
+            )
 
-    def __getstate__(self) -> tuple[str, bool, bool]:
-        return self.path_prefix, self.multimodal, self.mmap
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("index", "_bin")}
 
-    def __setstate__(self, state: tuple[str, bool, bool]) -> None:
-        self.path_prefix, self.multimodal, self.mmap = state
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         self._open()
 
     def __len__(self) -> int:
@@ -231,19 +247,13 @@ class IndexedDataset:
         """`count` tokens from byte `pointer` on."""
         if count == 0:
             return np.empty(0, self.index.dtype)
-        if self._bin is not None:
-            return np.frombuffer(self._bin, self.index.dtype, count, pointer)
         path = get_bin_path(self.path_prefix)
-        for pause in (*READ_RETRY_PAUSES_S, None):
-            try:
-                with open(path, "rb", buffering=0) as file:
-                    file.seek(pointer)
-                    tokens = np.fromfile(file, self.index.dtype, count)
-                break
-            except OSError as error:
-                if pause is None:
-                    raise _cannot_read(path, error) from error
-                time.sleep(pause)
+        try:
+            tokens = self._bin.read(self.index.dtype, count, pointer)
+        except DataError:
+            raise
+        except Exception as error:  # clients of object storage have errors of their own
+            raise _cannot_read(path, error) from error
         if len(tokens) != count:
             raise _torn(path, f"{count} tokens from byte {pointer} on were asked for, {len(tokens)} are there")
         return tokens
@@ -271,7 +281,8 @@ class IndexedDataset:
     @staticmethod
     def exists(path_prefix: str) -> bool:
         """Are both files of the pair there?"""
-        return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(get_bin_path(path_prefix))
+        there = object_storage.exists if is_object_storage_path(path_prefix) else os.path.exists
+        return there(get_idx_path(path_prefix)) and there(get_bin_path(path_prefix))
 
 
 class IndexedDatasetBuilder:
@@ -466,13 +477,20 @@ def _sync_and_close(file: BinaryIO) -> None:
     file.close()
 
 
+def _idx_bytes(path: str, folder: str | None) -> np.ndarray:
+    """A whole `.idx` as uint8, mapped where it lies on a disk."""
+    if is_object_storage_path(path):
+        return object_storage.fetch(path, folder)
+    return np.memmap(path, mode="r") if os.path.getsize(path) else np.empty(0, np.uint8)  # nothing cannot be mapped
+
+
 def _torn(path: str, why: str) -> DataError:
     return DataError(f"{path} is torn", why=why, fix="preprocess the corpus again, or copy the pair again")
 
 
-def _cannot_read(path: str, error: OSError) -> DataError:
+def _cannot_read(path: str, error: Exception) -> DataError:
     return DataError(
-        f"cannot read {path}: {error.strerror or error}",
+        f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
         why="a corpus is a pair of files, <prefix>.bin and <prefix>.idx",
         fix="give the prefix that `megatron-lite preprocess` printed, without .bin or .idx",
     )

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import pickle
 import time
 
 import numpy as np
@@ -10,7 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.datasets.gpt_dataset import GPTDataset, MockGPTDataset, masks_and_positions
+from megatron_lite.datasets.gpt_dataset import (
+    GPTDataset,
+    MockGPTDataset,
+    document_boundaries,
+    masks_and_positions,
+)
 from megatron_lite.datasets.index_cache import IndexCache
 from megatron_lite.errors import ConfigError, DataError
 from tests.unit.datasets.corpora import EOD, Words, build, config, numbered, write_corpus
@@ -175,6 +181,67 @@ def test_every_sample_asked_for_can_be_read(tmp_path_factory, sizes, s, wanted):
 
 
 # -- mock data ------------------------------------------------------------------------------------------------------
+
+# -- documents of the corpus as boundaries ----------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(1, 14))
+def test_document_boundaries_equal_a_count_token_by_token(lengths, s):
+    """Empty documents, a cut by the end of the sample, padding: it belongs to the last document."""
+    owner = [i for i, length in enumerate(lengths) for _ in range(length)][:s]
+    owner += [owner[-1] if owner else 0] * (s - len(owner))
+    starts, cu_seqlens, longest = document_boundaries(lengths, s)
+    assert starts.tolist() == [owner.index(i) for i in owner]
+    edges = [0, *[i for i in range(1, s) if owner[i] != owner[i - 1]], s]
+    assert cu_seqlens.tolist() == edges + [s] * (s + 1 - len(edges)) and cu_seqlens.dtype == np.int32
+    assert int(longest) == max(np.diff(edges)) and longest.dtype == np.int32
+
+
+def inter_document(prefix, **options):
+    return build(([prefix], None), inter_document_masking=True, **options)[0]
+
+
+def test_inter_document_samples_know_their_documents_without_end_tokens(tmp_path):
+    """Tokens say which document they are from: their hundreds."""
+    prefix = write_corpus(tmp_path / "c", [[100 * d + i for i in range(1, 2 + d)] for d in range(1, 8)])
+    plain = build(([prefix], None))[0]
+    for i, sample in enumerate(inter_document(prefix)[j] for j in range(len(plain))):
+        np.testing.assert_array_equal(sample["tokens"], plain[i]["tokens"])
+        np.testing.assert_array_equal(sample["loss_mask"], plain[i]["loss_mask"])
+        owners = sample["tokens"] // 100
+        edges = [0, *(1 + np.flatnonzero(np.diff(owners))).tolist(), 8]
+        assert sample["cu_seqlens"].tolist() == edges + [8] * (9 - len(edges))
+        assert sample["position_ids"].tolist() == [k for a, b in zip(edges, edges[1:]) for k in range(b - a)]
+        assert "attention_mask" not in sample
+
+
+def test_inter_document_positions_restart_at_end_tokens_too_when_asked(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [[5, EOD, 6, 7, 8]] * 9)
+    dataset = inter_document(prefix, reset_position_ids=True)
+    k = int(np.flatnonzero(dataset.shuffle_index == 0)[0])
+    assert dataset[k]["position_ids"].tolist() == [0, 1, 0, 1, 2, 0, 1, 0]
+
+
+@pytest.mark.parametrize("mask", ["reset_attention_mask", "create_attention_mask"])
+def test_inter_document_masking_takes_no_second_mask(tmp_path, mask):
+    options = {"create_attention_mask": True, mask: True}
+    with pytest.raises(ConfigError, match="inter_document_masking"):
+        config(([str(tmp_path)], None), inter_document_masking=True, **options)
+
+
+# -- counts known beforehand ------------------------------------------------------------------------------------------
+
+
+def test_announced_counts_are_held_against_the_header(tmp_path):
+    prefix = write_corpus(tmp_path / "c", numbered(9))
+    right = build(([prefix], None), sequences_per_dataset={prefix: [9, 10]})[0]
+    assert right[0]["tokens"].tolist() == build(([prefix], None))[0][0]["tokens"].tolist()
+    with pytest.raises(DataError, match=r"9 sequences and 10 document marks, \[8, 9\] were announced"):
+        build(([prefix], None), sequences_per_dataset={prefix: [8, 9]})
+    with pytest.raises(DataError, match=f"no entry for {prefix}"):
+        build(([prefix], None), sequences_per_dataset={"other": [9, 10]})
+
 
 
 def test_mock_data_counts_up_and_ends():
@@ -346,3 +413,107 @@ def test_options_file_names_what_the_description_does_not(tmp_path):
     noted = json.loads((tmp_path / "stem-options.json").read_text())
     assert noted["options"] == {"x": 1} and list(noted["files"]) == ["a"]
     assert (tmp_path / "stem-description.txt").read_text() == "text"
+
+
+def _build_and_stay(prefix, cache, started):
+    """Writes the first array, then hangs: to be killed in the middle of the cache."""
+    write = np.save
+    calls = []
+
+    def stops(file, *args, **kwargs):
+        calls.append(file)
+        if len(calls) == 2:
+            file.write(b"half of an array")
+            file.flush()
+            started.set()
+            time.sleep(600)
+        write(file, *args, **kwargs)
+
+    np.save = stops
+    cached(prefix, cache)
+
+
+def test_killed_while_it_writes_then_started_again(tmp_path):
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    right = arrays(cached(prefix, tmp_path / "other"))
+    context = multiprocessing.get_context("fork")
+    started = context.Event()
+    process = context.Process(target=_build_and_stay, args=(prefix, cache, started))
+    process.start()
+    assert started.wait(60)
+    process.kill()
+    process.join()
+    assert list(cache.glob("*.tmp"))
+    dataset = cached(prefix, cache)
+    assert dataset.built_anew_on_cache_miss and arrays(dataset) == right
+    assert not cached(prefix, cache).built_anew_on_cache_miss
+
+
+# -- caches opened quickly --------------------------------------------------------------------------------------------
+
+TRUST, DEFER = {"fast_cache_load": True}, {"defer_npy_index_mmap": True}
+
+
+@pytest.mark.parametrize("options", [TRUST, DEFER, {**TRUST, **DEFER}], ids=["trust", "defer", "both"])
+def test_quickly_opened_cache_gives_the_same_samples(tmp_path, options):
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    plain = cached(prefix, cache)
+    quick = cached(prefix, cache, **options)
+    assert not quick.built_anew_on_cache_miss and len(quick) == len(plain)
+    for i in range(len(plain)):
+        np.testing.assert_array_equal(quick[i]["tokens"], plain[i]["tokens"])
+    assert arrays(quick) == arrays(plain)
+
+
+def test_deferred_files_are_opened_at_the_first_sample(tmp_path, monkeypatch):
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    cached(prefix, cache)
+    opened = []
+    load = np.load
+    monkeypatch.setattr(np, "load", lambda path, *a, **k: opened.append(path) or load(path, *a, **k))
+    dataset = cached(prefix, cache, **TRUST, **DEFER)
+    assert len(dataset) >= 30 and not opened
+    dataset[0]
+    assert len(opened) == 3
+    dataset[1]
+    assert len(opened) == 3
+
+
+def test_trusted_cache_that_is_not_there_says_what_to_do(tmp_path):
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    with pytest.raises(DataError, match="No such file") as error:
+        cached(prefix, cache, **TRUST)
+    assert "run once without" in error.value.fix
+    with pytest.raises(DataError, match="No such file"):
+        cached(prefix, cache, **TRUST, **DEFER)[0]
+
+
+def test_trusted_cache_of_another_size_is_refused(tmp_path):
+    """Trust leaves the comparison out, but an index of another length is never used."""
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    cached(prefix, cache)
+    write_corpus(tmp_path / "c", numbered(7))
+    for options in (TRUST, {**TRUST, **DEFER}):
+        with pytest.raises(DataError, match="made from other data"):
+            cached(prefix, cache, **options)[0]
+
+
+@pytest.mark.parametrize("options", [{}, TRUST, DEFER], ids=["plain", "trust", "defer"])
+def test_pickled_dataset_carries_no_arrays_and_reads_the_same(tmp_path, options):
+    """What a reading process gets where processes are not forked: gigabytes of index must not go through a pipe."""
+    prefix, cache = write_corpus(tmp_path / "c", numbered(3000)), tmp_path / "cache"
+    cached(prefix, cache)
+    dataset = cached(prefix, cache, **options)
+    data = pickle.dumps(dataset)
+    assert len(data) < dataset.indices.nbytes + 5000
+    other = pickle.loads(data)
+    for i in range(20):
+        np.testing.assert_array_equal(other[i]["tokens"], dataset[i]["tokens"])
+
+
+def test_cache_replaced_under_a_reader_is_refused(tmp_path):
+    prefix, cache = write_corpus(tmp_path / "c", numbered(9)), tmp_path / "cache"
+    data = pickle.dumps(cached(prefix, cache))
+    cached(prefix, cache, add_extra_token_to_sequence=False)
+    with pytest.raises(DataError, match="was replaced"):
+        pickle.loads(data)[0]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.datasets import indexed_dataset
+from megatron_lite.datasets import bin_reader
 from megatron_lite.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder, sequence_pointers
 from megatron_lite.errors import DataError
 
@@ -174,7 +174,7 @@ def test_sequence_outlives_its_dataset(tmp_path):
 def test_failing_reads_are_tried_again_then_reported(tmp_path, monkeypatch):
     pair = IndexedDataset(write(tmp_path / "p"), mmap=False)
     pauses = []
-    monkeypatch.setattr(indexed_dataset.time, "sleep", pauses.append)
+    monkeypatch.setattr(bin_reader.time, "sleep", pauses.append)
     os.remove(f"{tmp_path}/p.bin")
     with pytest.raises(DataError, match="cannot read"):
         pair[0]
