@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_lite.errors import DataError
 from megatron_lite.tensor_parallel.data import broadcast_tensors
 
-_NAMES = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask")
+_NAMES = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask", "cu_seqlens")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,22 @@ def get_batch(
         return data
 
     data = broadcast_tensors(_NAMES, read, tp_group, device)
-    return Batch(
-        data["tokens"], data["labels"], data["loss_mask"].float(), data.get("attention_mask"), data["position_ids"]
-    )
+    # Where documents begin is a few numbers; the mask that follows from it is made where it is needed.
+    mask = document_mask(data["cu_seqlens"]) if "cu_seqlens" in data else data.get("attention_mask")
+    return Batch(data["tokens"], data["labels"], data["loss_mask"].float(), mask, data["position_ids"])
+
+
+def document_mask(cu_seqlens: Tensor) -> Tensor:
+    """Causal attention inside each document: bool `[b, 1, s, s]`, True = hidden.
+
+    Args:
+        cu_seqlens: `[b, s + 1]`: 0, then where each document of the sample ends, then s up to the end.
+    """
+    ends = cu_seqlens[:, 1:].contiguous()
+    at = torch.arange(ends.shape[1], device=ends.device, dtype=ends.dtype)
+    document = torch.searchsorted(ends, at.expand_as(ends).contiguous(), right=True)  # [b, s]: its number
+    other = document.unsqueeze(2) != document.unsqueeze(1)
+    return (other | (at > at.unsqueeze(1))).unsqueeze(1)
 
 
 def skip_batch(data_iterator: Iterator[Any], tp_group: ProcessGroup | None = None) -> None:
