@@ -86,7 +86,6 @@ class OptimizerConfig:
     exp_avg_sq_dtype: Any = flag("fp32", "Second moment.", choices=_MOMENT_FORMATS, kind="str")
     optimizer_cpu_offload: bool = flag(False, "Keep main parameters and moments in host memory and step there.")
     optimizer_offload_fraction: float = flag(1.0, "Share of them that is kept there, by whole parameters.")
-    use_torch_optimizer_for_cpu_offload: bool = flag(False, "Step with torch on the host, which is always done.")
     pin_cpu_grads: bool = flag(True, "Gradients for the host in memory that is not pinned.", off="--no-pin-cpu-grads")
     pin_cpu_params: bool = flag(True, "Main parameters on the host not pinned.", off="--no-pin-cpu-params")
 

@@ -69,9 +69,29 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         lambda a: a.fp16 and a.loss_scale is None,
         "--fp16 and a loss scale that is not fixed",
     ),
-    ("--adam-beta1 --adam-beta2 --adam-eps", lambda a: a.optimizer == "adam", "--optimizer adam"),
+    (
+        "--adam-beta1 --adam-beta2 --adam-eps",
+        lambda a: a.optimizer == "adam" or (a.optimizer == "muon" and a.muon_scalar_optimizer == "adam"),
+        "--optimizer adam",
+    ),
     ("--sgd-momentum", lambda a: a.optimizer == "sgd", "--optimizer sgd"),
     (
+    (
+        "--lion-beta1 --lion-beta2",
+        lambda a: a.optimizer == "lion" or (a.optimizer == "muon" and a.muon_scalar_optimizer == "lion"),
+        "--optimizer lion",
+    ),
+    (
+        "--muon-momentum --muon-nesterov --muon-scale-mode --muon-fp32-matmul-prec "
+        "--muon-coefficient-type --muon-num-ns-steps --muon-tp-mode --muon-extra-scale-factor --muon-scalar-optimizer",
+        lambda a: a.optimizer == "muon",
+        "--optimizer muon",
+    ),
+    (
+        "--optimizer-offload-fraction --no-pin-cpu-grads --no-pin-cpu-params",
+        lambda a: a.optimizer_cpu_offload,
+        "--optimizer-cpu-offload",
+    ),
         "--lr-wsd-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples",
         lambda a: a.lr_decay_style == "WSD",
         "--lr-decay-style WSD",
@@ -122,7 +142,13 @@ def destination_of(flag: str) -> str:
     return name.removeprefix("no_") if flag in _OFF else name
 
 
-_OFF = ("--no-data-sharding", "--no-manual-gc-eval", "--no-log-loss-scale-to-tensorboard")
+_OFF = (
+    "--no-data-sharding",
+    "--no-log-loss-scale-to-tensorboard",
+    "--no-manual-gc-eval",
+    "--no-pin-cpu-grads",
+    "--no-pin-cpu-params",
+)
 
 
 def _derive_layout(args: Namespace, warnings: list[str]) -> None:
@@ -269,3 +295,6 @@ def horizon(a: Namespace) -> tuple[float, float] | None:
     if a.lr_warmup_fraction is not None:
         warmup = a.lr_warmup_fraction * decay
     return warmup, decay
+    if args.optimizer == "dist_muon":
+        args.optimizer, args.use_distributed_optimizer = "muon", True
+        notices.append("--optimizer dist_muon is now --optimizer muon --use-distributed-optimizer")

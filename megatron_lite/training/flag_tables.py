@@ -43,11 +43,10 @@ CAPABILITIES = {
     "mrope": ("multimodal rotary positions", "--position-embedding-type rope"),
     "mtp": ("multi-token prediction", "leave it out"),
     "mup": ("width-transfer parametrisation", "leave it out"),
-    "optimizers": ("this optimizer", "--optimizer adam or --optimizer sgd"),
+    "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
     "other dtypes": ("this choice of number format", "--bf16, --fp16, or neither for fp32"),
     "planning": ("the run without its ranks", "run it smaller"),
     "pp": ("pipeline parallelism", "--pipeline-model-parallel-size 1"),
-    "precision-aware optimizer": ("optimizer state below fp32", "leave it out: the state is fp32"),
     "relative": ("relative positions", "--position-embedding-type rope"),
     "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
     "retro": ("Retro", "pretrain_gpt.py trains GPT"),
@@ -70,9 +69,9 @@ CAPABILITIES = {
 NOTICES = {
     "notice:division": "gradients are divided in a pass of its own before they are reduced, as it asks",
     "notice:eager": "steps run without CUDA graphs",
-    "notice:fp32 state": "AdamW in torch, its state in fp32",
     "notice:fused loss": "the loss is always computed without a second copy of the logits",
-    "notice:masks": "the loader makes a mask where --reset-attention-mask needs one, and no other",
+    "notice:host copies": "the optimizer's gradients and weights are copied to the host and back in one piece each",
+    "notice:host torch": "what steps on the host is torch's optimizer",
     "notice:in place": "weights are made where they stay",
     "notice:nccl": "NCCL keeps its defaults",
     "notice:no extra groups": "there are no extra CPU groups to leave out",
@@ -125,7 +124,7 @@ REASONS = {
 # Values, of flags that work, that have not landed: destination -> value -> capability.
 PENDING_VALUES: dict[str, dict[str, str]] = {
     "position_embedding_type": {"yarn": "yarn", "mrope": "mrope", "relative": "relative"},
-    "optimizer": dict.fromkeys(("muon", "dist_muon", "lion", "soap", "adaptive_muon"), "optimizers"),
+    "optimizer": dict.fromkeys(("soap", "adaptive_muon"), "optimizers"),
     "ckpt_format": dict.fromkeys(("torch", "torch_dcp", "fsdp_dtensor"), "torch format"),
     "transformer_impl": {"inference_optimized": "inference layers"},
     "tokenizer_type": dict.fromkeys(

@@ -73,6 +73,8 @@ def setup_model_and_optimizer(
         return model, None, None
     optimizer_config = optimizer_config_from_args(args)
     optimizer_config.timers = args.timers
+    if args.optimizer_cpu_offload and args.device.type == "cpu":
+        print_rank_0("--optimizer-cpu-offload has no effect here: on a CPU the optimizer's state is in host memory")
     optimizer = get_megatron_optimizer(optimizer_config, model, pg_collection=pg_collection)
     scheduler = get_optimizer_param_scheduler(optimizer, args)
     config.grad_scale_func = optimizer.scale_loss

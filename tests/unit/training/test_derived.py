@@ -26,6 +26,12 @@ VALUE = {
     "--profile-step-start": "2",
     "--profile-step-end": "13",
     "--save-retain-interval": "3",
+    "--validation-set-names": "x",
+    "--muon-scale-mode": "unit_rms_norm",
+    "--muon-fp32-matmul-prec": "high",
+    "--muon-coefficient-type": "simple",
+    "--muon-tp-mode": "blockwise",
+    "--muon-scalar-optimizer": "lion",
 }
 # How each row is switched on, and what it needs beside.
 ON = {
@@ -36,6 +42,11 @@ ON = {
     "--initial-loss-scale": "--fp16",
     "--adam-beta1": "--optimizer adam",
     "--sgd-momentum": "--optimizer sgd",
+    "--lion-beta1": "--optimizer lion",
+    "--muon-momentum": "--optimizer muon",
+    "--optimizer-offload-fraction": (
+        "--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"
+    ),
     "--lr-wsd-decay-style": "--lr-decay-style WSD --lr-wsd-decay-iters 2",
     "--split": "--data-path x",
     "--no-data-sharding": "--dataloader-type cyclic",
