@@ -501,6 +501,23 @@ def all_to_all(
 
 
 @_tells
+def send(x: Tensor, group: ProcessGroup, *, to: int, tag: int = 0, purpose: str) -> Handle:
+    """Send `x` to the rank at place `to` of the group; `x` may be dropped at once, the handle not before it is waited for.
+
+    Args:
+        tag: gloo tells messages of one pair of ranks apart by it; elsewhere they arrive in the order of sending.
+    """
+    _count(group, "send", purpose, x)
+    return _Pending([dist.isend(x.detach().contiguous(), dist.get_global_rank(group, to), group=group, tag=tag)])
+
+
+@_tells
+def receive(x: Tensor, group: ProcessGroup, *, source: int, tag: int = 0, purpose: str) -> Handle:
+    """Receive into `x`, contiguous, from the rank at place `source` of the group; counted by the sender alone."""
+    return _Pending([dist.irecv(x, dist.get_global_rank(group, source), group=group, tag=tag)])
+
+
+@_tells
 def broadcast(x: Tensor, group: ProcessGroup | None, *, source: int = 0, purpose: str) -> None:
     """Overwrite `x` on every rank with the values of the rank at place `source` of the group."""
     if _alone(group):
