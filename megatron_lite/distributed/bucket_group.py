@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
 from megatron_lite import collectives
 from megatron_lite.collectives import Handle, group_size
@@ -37,6 +38,7 @@ class BucketGroup:
         group: the ranks over which gradients are reduced.
         shard_group: the ranks that share one optimizer state.
         instance_group: the ranks that own the same shard in other copies of the optimizer state.
+        name: in a profiler's trace.
     Attributes:
         before: the group launched before this one in backward; it is also the next whose parameters forward needs.
     """
@@ -48,9 +50,11 @@ class BucketGroup:
         group: ProcessGroup | None,
         shard_group: ProcessGroup | None = None,
         instance_group: ProcessGroup | None = None,
+        name: str = "bucket",
     ):
         self.buckets, self.ddp_config = list(buckets), ddp_config
         self.group, self.shard_group, self.instance_group = group, shard_group, instance_group
+        self.name = name
         self.before: BucketGroup | None = None
         self.is_last_microbatch = True
         self._names = {param: name for bucket in buckets for name, param in bucket.params.items()}
@@ -111,7 +115,8 @@ class BucketGroup:
         sharded = config.use_distributed_optimizer and not force_all_reduce
         if sharded and config.reduce_scatter_with_fp32_accumulation and self.before is not None:
             self.before.drain()  # it holds a copy of its bucket until then
-        handle = self._reduce(sharded)
+        with record_function(f"reduce {self.name}"):
+            handle = self._reduce(sharded)
         if sharded and group_size(self.instance_group) > 1:
             handle = _Then(handle, self._add_up_instances)
         if not config.overlap_grad_reduce:
@@ -206,21 +211,20 @@ class BucketGroup:
             force_sync: return when it is done, also with overlap.
         """
         if self._params is None:
-            with collectives.coalesced(self.shard_group, self.buckets[0].param_data, len(self.buckets)) as batch:
-                for bucket in self.buckets:
-                    batch.add(
-                        collectives.all_gather(
-                            bucket.param_data,
-                            bucket.param_shard,
-                            self.shard_group,
-                            purpose="parameters",
-                            async_op=True,
-                        )
-                    )
-            self._params = batch
+            with record_function(f"gather {self.name}"):
+                self._params = self._gather()
             self._params_are_old = False
         if force_sync or not self.ddp_config.overlap_param_gather:
             self._wait_for_params()
+
+    def _gather(self) -> Handle:
+        with collectives.coalesced(self.shard_group, self.buckets[0].param_data, len(self.buckets)) as batch:
+            for bucket in self.buckets:
+                handle = collectives.all_gather(
+                    bucket.param_data, bucket.param_shard, self.shard_group, purpose="parameters", async_op=True
+                )
+                batch.add(handle)
+        return batch
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         """Return when this group's parameters are whole, and start the gather of those that forward needs next.

@@ -127,7 +127,15 @@ class DistributedDataParallel(nn.Module):
             if self.ddp_config.num_distributed_optimizer_instances == 1:
                 across = None
             kind = [
-                BucketGroup(part, self.ddp_config, buffers[0].group, buffers[0].shard_group, across) for part in parts
+                BucketGroup(
+                    part,
+                    self.ddp_config,
+                    buffers[0].group,
+                    buffers[0].shard_group,
+                    across,
+                    name=f"{'expert ' if is_expert else ''}bucket group {number}",
+                )
+                for number, part in enumerate(parts)
             ]
             for group, before in zip(kind[1:], kind):
                 group.before = before

@@ -1,12 +1,17 @@
 """What happens to gradients between the last backward and the optimizer.
 
     1  every chunk          sum over data-parallel ranks (waits for what overlap has started)
-    2  tensor-parallel      parameters that all tp ranks hold, but whose gradients come from a part of the sequence: SUM
+    2  stages               parameters marked `pipeline_parallel`, where the config has `has_cond_embedder`: SUM
+    3  tensor-parallel      parameters that all tp ranks hold, but whose gradients come from a part of the sequence: SUM
                             (norms under sequence parallelism, `average_gradients_across_tp_domain`: the mean)
-    3  first, last stage    tied word embeddings: both copies' gradients are summed
-    4  stages               learned positions that several stages hold
-    5  modules              `after_grad_sync(pg_collection)`, where a module has one
-    6  per-token loss       divide by the number of tokens of all ranks
+    4  first, last stage    tied word embeddings: both copies' gradients are summed
+    5  stages               learned positions that several stages hold
+    6  modules              `after_grad_sync(pg_collection)`, where a module has one: expert biases move, what was
+                            counted for this step is forgotten
+    7  per-token loss       divide by the number of tokens of all ranks
+
+With a distributed optimizer a rank's gradients are sums in its own shard alone. Steps 2 to 5 add whole gradients all
+the same: the ranks that they join own the same shards, so each one's shard is right, and the rest is never read.
 
 A step whose group is None costs nothing.
 """
@@ -46,6 +51,8 @@ def finalize_model_grads(
     with _timed(config, "all-grads-sync"):
         for chunk in model:
             chunk.finish_grad_sync()
+    with _timed(config, "conditional-embedder-grads-all-reduce"):
+        _reduce_conditional_embedders(model, pg_collection.pp)
     with _timed(config, "non-tensor-parallel-grads-all-reduce"):
         _reduce_over_tensor_parallel_ranks(model, pg_collection.tp)
     with _timed(config, "embedding-grads-all-reduce"):
@@ -64,6 +71,25 @@ def finalize_model_grads(
             chunk.scale_gradients(scale)
 
 
+def _reduce_conditional_embedders(model: list[DistributedDataParallel], pp: ProcessGroup | None) -> None:
+    """Embedders of a diffusion model's condition: every stage holds a copy and uses it in its own layers."""
+    if group_size(pp) == 1:
+        return
+    copies: dict[str, list[Tensor]] = {}
+    for chunk in model:
+        if getattr(chunk.config, "has_cond_embedder", False):
+            for name, param in chunk.module.named_parameters():
+                if param.requires_grad and getattr(param, "pipeline_parallel", False):
+                    copies.setdefault(name, []).append(reduced_grad(param))
+    for first, *others in copies.values():  # chunks of one rank hold copies too
+        for other in others:
+            first.add_(other)
+    _all_reduce_together([grads[0] for grads in copies.values()], pp, "sum", "conditional embedder gradients")
+    for first, *others in copies.values():
+        for other in others:
+            other.copy_(first)
+
+
 def _reduce_over_tensor_parallel_ranks(model: list[DistributedDataParallel], tp: ProcessGroup | None) -> None:
     """One all-reduce for the sums, one for the means."""
     if group_size(tp) == 1:
@@ -78,16 +104,16 @@ def _reduce_over_tensor_parallel_ranks(model: list[DistributedDataParallel], tp:
                 means.append(reduced_grad(param))
             elif (sequence_parallel and getattr(param, "sequence_parallel", False)) or _is_qk_norm(name):
                 sums.append(reduced_grad(param))
-    _all_reduce_together(sums, tp, "sum")
-    _all_reduce_together(means, tp, "avg")
+    _all_reduce_together(sums, tp, "sum", "non-tensor-parallel gradients")
+    _all_reduce_together(means, tp, "avg", "non-tensor-parallel gradients")
 
 
-def _all_reduce_together(grads: list[Tensor], group: ProcessGroup | None, op: collectives.Op) -> None:
+def _all_reduce_together(grads: list[Tensor], group: ProcessGroup | None, op: collectives.Op, purpose: str) -> None:
     """One message for many small tensors."""
     if not grads:
         return
     flat = torch.cat([grad.view(-1) for grad in grads])
-    collectives.all_reduce(flat, group, op=op, purpose="non-tensor-parallel gradients")
+    collectives.all_reduce(flat, group, op=op, purpose=purpose)
     for grad, result in zip(grads, flat.split([grad.numel() for grad in grads])):
         grad.copy_(result.view_as(grad))
 

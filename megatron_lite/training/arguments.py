@@ -348,6 +348,9 @@ def ddp_config_from_args(args: argparse.Namespace, module: nn.Module | None = No
         # A dynamic loss scale finds its size by overflowing: there Inf skips the step instead of ending the run.
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not (args.fp16 and args.loss_scale is None),
         align_param_gather=False,  # aligned are the stages of an interleaved pipeline
+        # Flags of capabilities that have not landed, or that say so themselves: the config refuses them.
+        delay_wgrad_compute=False,
+        data_parallel_sharding_strategy="no_shard",
     )
     if config.num_buckets is not None and module is not None:
         parameters = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

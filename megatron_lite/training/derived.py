@@ -99,6 +99,7 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
     ("--split", lambda a: bool(a.data_path or a.data_args_path), "--data-path PREFIX"),
     ("--no-data-sharding", lambda a: a.dataloader_type == "cyclic", "--dataloader-type cyclic"),
     ("--ddp-bucket-size --ddp-num-buckets", lambda a: a.overlap_grad_reduce, "--overlap-grad-reduce"),
+    ("--disable-symmetric-registration", lambda a: a.use_nccl_ub, "--use-nccl-ub"),
     ("--exit-signal", lambda a: a.exit_signal_handler, "--exit-signal-handler"),
     ("--manual-gc-interval --no-manual-gc-eval", lambda a: a.manual_gc, "--manual-gc"),
     (
@@ -237,9 +238,17 @@ def _derive_numbers(args: Namespace, notices: list[str], warnings: list[str]) ->
     if args.bf16 and not args.grad_reduce_in_bf16 and not args.accumulate_allreduce_grads_in_fp32:
         args.accumulate_allreduce_grads_in_fp32 = True
         notices.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
+    if args.ddp_reduce_scatter_with_fp32_accumulation and gradients_are_fp32(args):
+        args.ddp_reduce_scatter_with_fp32_accumulation = False
+        warnings.append("--ddp-reduce-scatter-with-fp32-accumulation is off: gradients are fp32 already")
     if args.fp16 and args.loss_scale is None and args.check_for_nan_in_loss_and_grad:
         args.check_for_nan_in_loss_and_grad = False
         warnings.append("dynamic loss scaling looks for Inf itself: the checks of loss and gradients for NaN are off")
+
+
+def gradients_are_fp32(args: Namespace) -> bool:
+    """Whether the gradient buffers are."""
+    return args.accumulate_allreduce_grads_in_fp32 or not (args.fp16 or args.bf16)
 
 
 def _calculator(args: Namespace) -> NumMicroBatchesCalculator:

@@ -31,7 +31,6 @@ CAPABILITIES = {
     "cp": ("context parallelism", "--context-parallel-size 1"),
     "data": ("this data option", "leave it out"),
     "diagnostics": ("this diagnostic", "--log-throughput, --timing-log-level 2, --log-params-norm, --profile"),
-    "distributed optimizer": ("the distributed optimizer", "leave it out: every rank keeps the whole optimizer state"),
     "evaluation": ("this evaluation option", "--eval-interval and --eval-iters"),
     "fim": ("fill-in-the-middle data", "leave it out"),
     "fp8": ("FP8", "--bf16"),
@@ -67,7 +66,6 @@ CAPABILITIES = {
 
 # key -> what is done instead: these buy speed or memory on special hardware and never change numbers
 NOTICES = {
-    "notice:division": "gradients are divided in a pass of its own before they are reduced, as it asks",
     "notice:eager": "steps run without CUDA graphs",
     "notice:fused loss": "the loss is always computed without a second copy of the logits",
     "notice:host copies": "the optimizer's gradients and weights are copied to the host and back in one piece each",

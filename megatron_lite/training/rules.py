@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.rank_grid import nearest_multiples
-from megatron_lite.training.derived import horizon, problem_of_batch
+from megatron_lite.training.derived import gradients_are_fp32, horizon, problem_of_batch
 
 
 @dataclass(frozen=True)
@@ -426,6 +426,31 @@ def _below(name: str, bound: str) -> Rule:
 
 
 DERIVED: tuple[Rule, ...] = (
+    # -- buckets
+    *(
+        Rule(
+            lambda a, name=name: getattr(a, name) and not a.use_distributed_optimizer,  # type: ignore[misc]
+            f"{_flag(name)} without --use-distributed-optimizer",
+            "only buckets of a sharded optimizer are padded, and scattered as they are reduced",
+            "--use-distributed-optimizer, or leave it out",
+        )
+        for name in ("ddp_pad_buckets_for_high_nccl_busbw", "ddp_reduce_scatter_with_fp32_accumulation")
+    ),
+    Rule(
+        lambda a: (
+            a.ddp_reduce_scatter_with_fp32_accumulation
+            and (a.num_distributed_optimizer_instances > 1 or a.ddp_average_in_collective)
+        ),
+        "--ddp-reduce-scatter-with-fp32-accumulation with several optimizer instances or --ddp-average-in-collective",
+        "it is one sum in fp32 over all ranks",
+        "leave one of them out",
+    ),
+    Rule(
+        lambda a: bool(a.ddp_param_name_patterns_for_fp32_local_accumulation) and gradients_are_fp32(a),
+        "--ddp-param-name-patterns-for-fp32-local-accumulation with gradients that are fp32",
+        "all of them accumulate in fp32 already",
+        "--bf16 --grad-reduce-in-bf16, or leave the patterns out",
+    ),
     # -- ranks
     *(
         _positive(name)

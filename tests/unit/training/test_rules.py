@@ -121,6 +121,22 @@ BROKEN = [
     ("--ddp-bucket-size 5 --ddp-num-buckets 5", "", ["--ddp-bucket-size 5 and --ddp-num-buckets 5"]),
     ("--ddp-num-buckets 0", "", ["--ddp-num-buckets 0"]),
     ("--ddp-average-in-collective --calculate-per-token-loss", "", ["--ddp-average-in-collective"]),
+    ("--ddp-pad-buckets-for-high-nccl-busbw", "", ["--ddp-pad-buckets-for-high-nccl-busbw without --use-dist"]),
+    (
+        "--fp16 --ddp-reduce-scatter-with-fp32-accumulation",
+        "",
+        ["--ddp-reduce-scatter-with-fp32-accumulation without --use-distributed-optimizer"],
+    ),
+    (
+        "--fp16 --use-distributed-optimizer --ddp-average-in-collective --ddp-reduce-scatter-with-fp32-accumulation",
+        "",
+        ["with several optimizer instances or --ddp-average-in-collective"],
+    ),
+    (
+        "--bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all",
+        "",
+        ["with gradients that are fp32", "--bf16 --grad-reduce-in-bf16"],
+    ),
     # recompute
     ("--recompute-granularity full", "", ["--recompute-method uniform --recompute-num-layers 1"]),
     ("--recompute-granularity selective --recompute-method block", "", ["--recompute-method block"]),
@@ -324,6 +340,10 @@ def test_a_schedule_may_repeat_its_last_size_as_the_global_batch() -> None:
     [
         ("--data-path x", "--split is not given"),
         ("--fp16", "dynamic loss scaling"),
+        (
+            "--bf16 --use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation",
+            "--ddp-reduce-scatter-with-fp32-accumulation is off",
+        ),
         ("--skip-train", "--no-load-optim"),
         ("--lr-decay-iters 8", "at its minimum from 8 on"),  # C046
     ],
