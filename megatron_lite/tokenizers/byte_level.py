@@ -14,12 +14,15 @@ _MOVED = 256
 class ByteTokenizer(MegatronTokenizer):
     """Ids are bytes (2 ... 255; bytes 0 and 1 are 256 and 257), 0 ends a document, 1 pads; vocabulary 512."""
 
+    def __init__(self, vocab_extra_ids: int = 0):
+        super().__init__(vocab_extra_ids=vocab_extra_ids)
+
     def tokenize(self, text: str) -> list[int]:
         ids = np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
         ids[ids < 2] += _MOVED
         return ids.tolist()
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         """Ids that are no byte are left out; bytes that are no UTF-8 become U+FFFD."""
         values = np.asarray(ids, np.int64)
         values = np.where(
@@ -27,12 +30,15 @@ class ByteTokenizer(MegatronTokenizer):
         )
         return bytes(values[(values >= 0) & (values < 256)].tolist()).decode("utf-8", errors="replace")
 
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        return [i for i, character in enumerate(text) for _ in character.encode("utf-8")]
+
     @property
-    def vocab_size(self) -> int:
+    def _library_size(self) -> int:
         return _SIZE
 
     @property
-    def vocab(self) -> dict[str, int]:
+    def _library_vocab(self) -> dict[str, int]:
         special = {"<eod>": _EOD, "<pad>": _PAD, "<0x00>": _MOVED, "<0x01>": _MOVED + 1}
         return {**special, **{f"<0x{byte:02X}>": byte for byte in range(2, 256)}}
 

@@ -1,5 +1,6 @@
 """NullTokenizer: the text is already numbers."""
 
+import re
 from collections.abc import Sequence
 
 from megatron_lite.errors import ConfigError, DataError
@@ -13,11 +14,13 @@ class NullTokenizer(MegatronTokenizer):
         vocab_size: ids of the text; `vocab_size` of the tokenizer is one more.
         eod_id: end-of-document id. None: the additional one.
         pad_id: padding id, -1: none.
+        vocab_extra_ids: sentinels after all of them.
     """
 
-    def __init__(self, vocab_size: int, eod_id: int | None = None, pad_id: int = -1):
-        options = {} if eod_id is None else {"eod_id": eod_id}
-        super().__init__(vocab_size=vocab_size, **options, **({} if pad_id == -1 else {"pad_id": pad_id}))
+    def __init__(self, vocab_size: int, eod_id: int | None = None, pad_id: int = -1, vocab_extra_ids: int = 0):
+        options: dict[str, int] = {} if eod_id is None else {"eod_id": eod_id}
+        options |= {} if pad_id == -1 else {"pad_id": pad_id}
+        super().__init__(vocab_extra_ids=vocab_extra_ids, vocab_size=vocab_size, **options)
         self._size = vocab_size + 1
         self._eod = vocab_size if eod_id is None else eod_id
         self._pad = pad_id
@@ -40,15 +43,18 @@ class NullTokenizer(MegatronTokenizer):
             ids.append(int(word))
         return ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join(str(int(id)) for id in ids)
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        return [match.start() for match in re.finditer(r"\S+", text)]
+
+    def _decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
 
     @property
-    def vocab_size(self) -> int:
+    def _library_size(self) -> int:
         return self._size
 
     @property
-    def vocab(self) -> dict[str, int]:
+    def _library_vocab(self) -> dict[str, int]:
         return {str(id): id for id in range(self._size)}
 
     @property

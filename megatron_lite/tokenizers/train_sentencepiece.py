@@ -6,14 +6,13 @@ covers is spelled in bytes. Only U+2581, SentencePiece's own sign for a blank, c
 
 import io
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from megatron_lite.errors import DataError
+from megatron_lite.tokenizers.training_texts import sampled_lines, write
 
 _PIECES_NOT_LEARNED = 2 + 2 + 256  # <unk> and the end of a document; line end and tab; bytes
 
@@ -33,9 +32,7 @@ def train_sentencepiece(
     """Write `model_path`, trained on about `sample_bytes` of the texts. Piece 0 is unknown, piece 1 ends documents.
 
     Args:
-        texts: one document each, read once and not kept beyond the sample.
-        total_bytes: size of all texts; where it is larger than `sample_bytes` the sample is drawn from all of them
-            (always the same one). None: the sample is their beginning.
+        texts, total_bytes, sample_bytes: see `sampled_lines`.
         say: told how far it is.
 
     Returns: pieces in the model, fewer than `vocab_size` where the texts do not have as many.
@@ -47,9 +44,7 @@ def train_sentencepiece(
             why=f"{_PIECES_NOT_LEARNED} pieces are bytes, special tokens, line end and tab",
             fix=f"--vocab-size {2 * _PIECES_NOT_LEARNED} or more",
         )
-    lines = list(_sample(texts, total_bytes, sample_bytes))
-    if not lines:
-        raise DataError("there is no text to train a tokenizer on", fix="check --input and --json-key")
+    lines = sampled_lines(texts, total_bytes, sample_bytes)
     size = sum(map(len, lines))
     say(f"training a {model_type} tokenizer of {vocab_size} pieces on {size / 1e6:.1f} million characters ...")
     model = io.BytesIO()
@@ -83,33 +78,7 @@ def train_sentencepiece(
             why=str(error).strip().splitlines()[-1],
             fix="more text, or a smaller --vocab-size",
         ) from error
-    _write(model_path, model.getvalue())
+    write(model_path, model.getvalue())
     pieces = SentencePieceProcessor(model_proto=model.getvalue()).get_piece_size()
     say(f"wrote {model_path}, {pieces} pieces")
     return pieces
-
-
-def _sample(texts: Iterable[str], total_bytes: int | None, sample_bytes: int) -> Iterator[str]:
-    """Lines, with their ends, of about `sample_bytes` of the texts."""
-    share = 1.0 if not total_bytes else sample_bytes / total_bytes
-    chance = random.Random(1234)
-    taken = 0
-    for text in texts:
-        if share < 1.0 and chance.random() >= share:
-            continue
-        for line in text.splitlines(keepends=True):
-            yield line
-            taken += len(line)
-        if taken >= sample_bytes:
-            return
-
-
-def _write(path: str, content: bytes) -> None:
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        Path(temporary).write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise DataError(f"cannot write {path}: {error.strerror or error}", fix="give another --output") from error

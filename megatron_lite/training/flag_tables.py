@@ -54,10 +54,6 @@ CAPABILITIES = {
     "t5": ("T5", "pretrain_gpt.py trains GPT"),
     "tensor dumps": ("writing tensors of a step to files", "--log-params-norm, --log-num-zeros-in-grad"),
     "text server": ("the text server", "megatron-lite generate"),
-    "tokenizers": (
-        "this tokenizer, or this option of it",
-        "SentencePieceTokenizer, HuggingFaceTokenizer, ByteTokenizer or NullTokenizer",
-    ),
     "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
     "training variants": ("this way to train", "leave it out"),
     "yarn": ("YaRN positions", "--use-rope-scaling, or --rotary-seq-len-interpolation-factor"),
@@ -125,18 +121,7 @@ PENDING_VALUES: dict[str, dict[str, str]] = {
     "optimizer": dict.fromkeys(("soap", "adaptive_muon"), "optimizers"),
     "ckpt_format": dict.fromkeys(("torch", "torch_dcp", "fsdp_dtensor"), "torch format"),
     "transformer_impl": {"inference_optimized": "inference layers"},
-    "tokenizer_type": dict.fromkeys(
-        (
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "MultimodalTokenizer",
-            "NullMultimodalTokenizer",
-            "SFTTokenizer",
-        ),
-        "tokenizers",
-    ),
+    "tokenizer_type": {"SFTTokenizer": "sft"},
 }
 
 

@@ -12,7 +12,7 @@ from megatron_lite import num_microbatches_calculator as _batches
 from megatron_lite.config import from_namespace
 from megatron_lite.log import print_rank_0, print_rank_last
 from megatron_lite.tokenizers.build_tokenizer import build_tokenizer as _build
-from megatron_lite.tokenizers.build_tokenizer import vocab_size_with_padding
+from megatron_lite.tokenizers.build_tokenizer import unread_flags, vocab_size_with_padding
 from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def set_tokenizer(tokenizer: Any) -> None:
 def build_tokenizer(args: Namespace) -> Any:
     """The tokenizer of the command line; sets `args.padded_vocab_size`, the rows of the model's embedding."""
     config = from_namespace(TokenizerConfig, args)
+    for flag in unread_flags(config):
+        print_rank_0(f"{flag} has no effect here: {config.tokenizer_type} does not read it")
     tokenizer = _build(config)
     args.padded_vocab_size = vocab_size_with_padding(tokenizer, config, args.tensor_model_parallel_size)
     size = tokenizer.vocab_size

@@ -19,6 +19,8 @@ from typing import Any
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.rank_grid import nearest_multiples
+from megatron_lite.tokenizers.build_tokenizer import missing_fields
+from megatron_lite.tokenizers.tokenizer_config import NOT_FOR_TEXT
 from megatron_lite.training.derived import gradients_are_fp32, horizon, problem_of_batch
 
 
@@ -763,20 +765,15 @@ DERIVED: tuple[Rule, ...] = (
     ),
     # -- tokenizer
     Rule(
-        lambda a: (
-            a.tokenizer_type
-            in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer")
-            and not a.tokenizer_model
-            and "tokenizer_type" in a.typed
-        ),
-        "--tokenizer-type {tokenizer_type} without --tokenizer-model",
-        "the tokenizer is read from it",
-        "--tokenizer-model PATH",
+        lambda a: bool(missing_fields(a)) and {"missing": " and ".join(map(_flag, missing_fields(a)))},
+        "--tokenizer-type {tokenizer_type} without {missing}",
+        "the tokenizer is made from it",
+        "{missing}, or another --tokenizer-type",
     ),
     Rule(
-        lambda a: a.tokenizer_type == "NullTokenizer" and not a.vocab_size,
-        "--tokenizer-type NullTokenizer without --vocab-size",
-        "it has no vocabulary of its own",
-        "--vocab-size N",
+        lambda a: a.tokenizer_type in NOT_FOR_TEXT and dict(zip(("reason", "instead"), NOT_FOR_TEXT[a.tokenizer_type])),
+        "--tokenizer-type {tokenizer_type} is not supported",
+        "{reason}",
+        "--tokenizer-type {instead}",
     ),
 )

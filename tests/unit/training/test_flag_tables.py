@@ -49,11 +49,10 @@ PENDING = {
     "rerun": 6,
     "retro": 10,
     "retro preprocessing": 33,
-    "sft": 3,
+    "sft": 2,
     "t5": 4,
     "tensor dumps": 4,
     "text server": 13,
-    "tokenizers": 9,
     "training variants": 2,
     "yarn": 8,
 }

@@ -156,6 +156,11 @@ BROKEN = [
     ("--data-path x --split=-1,2", "", ["negative"]),
     ("--tokenizer-type SentencePieceTokenizer", "", ["without --tokenizer-model"]),
     ("", "--vocab-size", ["--tokenizer-type NullTokenizer without --vocab-size"]),
+    ("--tokenizer-type GPT2BPETokenizer", "", ["GPT2BPETokenizer without --vocab-file and --merge-file"]),
+    ("--tokenizer-type GPT2BPETokenizer --vocab-file x", "", ["GPT2BPETokenizer without --merge-file"]),
+    ("--tokenizer-type BertWordPieceLowerCase", "", ["BertWordPieceLowerCase without --vocab-file"]),
+    ("--tokenizer-type TikTokenizer --vocab-file x", "", ["TikTokenizer without --tokenizer-model"]),
+    ("--tokenizer-type MultimodalTokenizer", "", ["MultimodalTokenizer is not supported", "text alone"]),
     # checkpoints, logging, exit
     ("--save x", "", ["--save x with --save-interval None"]),
     ("--save x --save-interval 0", "", ["--save-interval 0"]),
