@@ -81,7 +81,7 @@ def get_megatron_optimizer(
             FlatShard(buffer, part, group_of, counted, apart=matrices, storage=_storage(config, on_host))
             for buffer in buffers
             for range in (owned_ranges(buffer) if config.use_distributed_optimizer else [whole_range(buffer)])
-            for part, on_host in divide_for_host(buffer, range, _offloaded(config))
+            for part, on_host in divide_for_host(buffer, range, _offloaded(config, device))
         ]
         own_groups = {number: groups[number] for number in numbers}
         optimizers = torch_optimizers(config, own_groups, shards, buffers, pg_collection, stacked)
@@ -94,8 +94,9 @@ def get_megatron_optimizer(
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
-def _offloaded(config: OptimizerConfig) -> float:
-    return config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+def _offloaded(config: OptimizerConfig, device: torch.device) -> float:
+    """The share of the state that is moved to the host; on a CPU it is there."""
+    return config.optimizer_offload_fraction if config.optimizer_cpu_offload and device.type != "cpu" else 0.0
 
 
 def _storage(config: OptimizerConfig, on_host: bool) -> Storage:

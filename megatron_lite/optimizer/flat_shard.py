@@ -108,7 +108,7 @@ class FlatShard:
         self.parts = parts_of(buffer, range)
         self._counted = [run for counts, run in _runs(self.parts, [p.param in counted for p in self.parts]) if counts]
         self.model_data = buffer.param_data[range.start : range.end]  # what forward reads
-        self.on_host = storage.on_host and self.model_data.device.type != "cpu"
+        self.on_host = storage.on_host
         self.is_copy = buffer.param_dtype != torch.float32 or self.on_host
         self.main = self.model_data
         if self.is_copy:
@@ -126,7 +126,7 @@ class FlatShard:
     def _memory(self, dtype: torch.dtype, pin: bool) -> Tensor:
         if not self.on_host:
             return torch.zeros_like(self.model_data, dtype=dtype)
-        return torch.zeros(self.range.size, dtype=dtype, device="cpu", pin_memory=pin)
+        return torch.zeros(self.range.size, dtype=dtype, device="cpu", pin_memory=pin and torch.cuda.is_available())
 
     def add_state(self, name: str, groups: AbstractSet[int]) -> dict[Tensor, Tensor]:
         """Zeros for a state of the optimizer that steps on `groups`.
