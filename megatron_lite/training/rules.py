@@ -106,8 +106,6 @@ def _missing(name: str) -> Rule:
     )
 
 
-GIVEN: tuple[Rule, ...] = (
-    # -- shape
 def _named(**names: str) -> bool | dict[str, Any]:
     """Broken where there is something to name."""
     return names if all(names.values()) else False
@@ -119,6 +117,8 @@ def _formats(a: Namespace, is_meant: Callable[[str], bool]) -> str:
     return " ".join(f"{_flag(name)} {getattr(a, name)}" for name in names if is_meant(getattr(a, name)))
 
 
+GIVEN: tuple[Rule, ...] = (
+    # -- shape
     Rule(
         lambda a: a.num_layers is None and a.encoder_num_layers is None,
         "--num-layers is missing",
@@ -453,6 +453,79 @@ DERIVED: tuple[Rule, ...] = (
         "all of them accumulate in fp32 already",
         "--bf16 --grad-reduce-in-bf16, or leave the patterns out",
     ),
+    # -- optimizer
+    Rule(
+        lambda a: a.overlap_param_gather and not (a.use_distributed_optimizer and a.overlap_grad_reduce),
+        "--overlap-param-gather without --use-distributed-optimizer and --overlap-grad-reduce",
+        "only a sharded optimizer has parameters to gather, bucket by bucket of the overlap",
+        "--use-distributed-optimizer --overlap-grad-reduce",
+    ),
+    _positive("num_distributed_optimizer_instances"),
+    Rule(
+        lambda a: a.num_distributed_optimizer_instances > 1 and not a.use_distributed_optimizer,
+        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} without "
+        "--use-distributed-optimizer",
+        "there is no optimizer state that is shared by ranks",
+        "--use-distributed-optimizer, or leave it out",
+    ),
+    Rule(
+        lambda a: (
+            a.num_distributed_optimizer_instances > 0
+            and (a.data_parallel_size * a.context_parallel_size) % a.num_distributed_optimizer_instances > 0
+            and {"ranks": a.data_parallel_size * a.context_parallel_size}
+        ),
+        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} on {ranks} data-parallel ranks",
+        "every instance is shared by equally many ranks",
+        "a number that divides {ranks}",
+    ),
+    Rule(
+        lambda a: a.use_precision_aware_optimizer and not (a.use_distributed_optimizer and a.optimizer == "adam"),
+        "--use-precision-aware-optimizer without --use-distributed-optimizer and --optimizer adam",
+        "it is a variant of the sharded Adam",
+        "add them, or leave it out",
+    ),
+    Rule(
+        lambda a: not a.use_precision_aware_optimizer and _named(given=_formats(a, lambda value: value != "fp32")),
+        "{given} without --use-precision-aware-optimizer",
+        "only that optimizer has number formats to choose",
+        "--use-precision-aware-optimizer, or leave the format out",
+    ),
+    Rule(
+        lambda a: a.use_precision_aware_optimizer and _named(given=_formats(a, lambda value: value in ("fp16", "fp8"))),
+        "{given}",
+        "numbers of 1e-6 and their squares leave the range of fp16 and fp8, and weights move by less than a step of "
+        "fp16",
+        "bf16 for moments, fp32 for main parameters",
+    ),
+    Rule(
+        lambda a: a.main_grads_dtype == "bf16" and a.accumulate_allreduce_grads_in_fp32,
+        "--main-grads-dtype bf16 with gradients that are accumulated in fp32",
+        "the optimizer reads the buffer in which they are",
+        "--grad-reduce-in-bf16, or leave it out",
+    ),
+    Rule(
+        lambda a: a.optimizer_cpu_offload and not a.use_precision_aware_optimizer,
+        "--optimizer-cpu-offload without --use-precision-aware-optimizer",
+        "Megatron couples them, and a command line should mean the same there and here",
+        "--use-precision-aware-optimizer (with its fp32 defaults nothing else changes)",
+    ),
+    Rule(
+        lambda a: not 0.0 <= a.optimizer_offload_fraction <= 1.0,
+        "--optimizer-offload-fraction {optimizer_offload_fraction}",
+        "it is a share of the optimizer's state",
+        "a number from 0 to 1",
+    ),
+    Rule(
+        lambda a: (
+            a.optimizer == "muon"
+            and a.tensor_model_parallel_size > (a.num_query_groups or 1)
+            and a.group_query_attention
+        ),
+        "--optimizer muon with --num-query-groups {num_query_groups} on {tensor_model_parallel_size} tensor-parallel "
+        "ranks",
+        "ranks then hold copies of keys and values, and the matrix is no longer made of the ranks' blocks",
+        "--tensor-model-parallel-size {num_query_groups}, or another optimizer",
+    ),
     # -- ranks
     *(
         _positive(name)
@@ -547,79 +620,6 @@ DERIVED: tuple[Rule, ...] = (
         lambda a: (
             bool(a.global_batch_size)
             and bool(a.micro_batch_size)
-    # -- optimizer
-    Rule(
-        lambda a: a.overlap_param_gather and not (a.use_distributed_optimizer and a.overlap_grad_reduce),
-        "--overlap-param-gather without --use-distributed-optimizer and --overlap-grad-reduce",
-        "only a sharded optimizer has parameters to gather, bucket by bucket of the overlap",
-        "--use-distributed-optimizer --overlap-grad-reduce",
-    ),
-    _positive("num_distributed_optimizer_instances"),
-    Rule(
-        lambda a: a.num_distributed_optimizer_instances > 1 and not a.use_distributed_optimizer,
-        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} without "
-        "--use-distributed-optimizer",
-        "there is no optimizer state that is shared by ranks",
-        "--use-distributed-optimizer, or leave it out",
-    ),
-    Rule(
-        lambda a: (
-            a.num_distributed_optimizer_instances > 0
-            and (a.data_parallel_size * a.context_parallel_size) % a.num_distributed_optimizer_instances > 0
-            and {"ranks": a.data_parallel_size * a.context_parallel_size}
-        ),
-        "--num-distributed-optimizer-instances {num_distributed_optimizer_instances} on {ranks} data-parallel ranks",
-        "every instance is shared by equally many ranks",
-        "a number that divides {ranks}",
-    ),
-    Rule(
-        lambda a: a.use_precision_aware_optimizer and not (a.use_distributed_optimizer and a.optimizer == "adam"),
-        "--use-precision-aware-optimizer without --use-distributed-optimizer and --optimizer adam",
-        "it is a variant of the sharded Adam",
-        "add them, or leave it out",
-    ),
-    Rule(
-        lambda a: not a.use_precision_aware_optimizer and _named(given=_formats(a, lambda value: value != "fp32")),
-        "{given} without --use-precision-aware-optimizer",
-        "only that optimizer has number formats to choose",
-        "--use-precision-aware-optimizer, or leave the format out",
-    ),
-    Rule(
-        lambda a: a.use_precision_aware_optimizer and _named(given=_formats(a, lambda value: value in ("fp16", "fp8"))),
-        "{given}",
-        "numbers of 1e-6 and their squares leave the range of fp16 and fp8, and weights move by less than a step of "
-        "fp16",
-        "bf16 for moments, fp32 for main parameters",
-    ),
-    Rule(
-        lambda a: a.main_grads_dtype == "bf16" and a.accumulate_allreduce_grads_in_fp32,
-        "--main-grads-dtype bf16 with gradients that are accumulated in fp32",
-        "the optimizer reads the buffer in which they are",
-        "--grad-reduce-in-bf16, or leave it out",
-    ),
-    Rule(
-        lambda a: a.optimizer_cpu_offload and not a.use_precision_aware_optimizer,
-        "--optimizer-cpu-offload without --use-precision-aware-optimizer",
-        "Megatron couples them, and a command line should mean the same there and here",
-        "--use-precision-aware-optimizer (with its fp32 defaults nothing else changes)",
-    ),
-    Rule(
-        lambda a: not 0.0 <= a.optimizer_offload_fraction <= 1.0,
-        "--optimizer-offload-fraction {optimizer_offload_fraction}",
-        "it is a share of the optimizer's state",
-        "a number from 0 to 1",
-    ),
-    Rule(
-        lambda a: (
-            a.optimizer == "muon"
-            and a.tensor_model_parallel_size > (a.num_query_groups or 1)
-            and a.group_query_attention
-        ),
-        "--optimizer muon with --num-query-groups {num_query_groups} on {tensor_model_parallel_size} tensor-parallel "
-        "ranks",
-        "ranks then hold copies of keys and values, and the matrix is no longer made of the ranks' blocks",
-        "--tensor-model-parallel-size {num_query_groups}, or another optimizer",
-    ),
             and a.decrease_batch_size_if_needed
             and a.global_batch_size < a.micro_batch_size * a.data_parallel_size
             and {"unit": a.micro_batch_size * a.data_parallel_size}
