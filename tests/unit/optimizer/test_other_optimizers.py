@@ -220,11 +220,12 @@ def test_state_on_the_host_steps_like_state_on_the_device(monkeypatch, fraction,
     norms = [train_step(other, offloaded, [rows_of(step, 8)])[1] for step in range(3)]
     assert norms == pytest.approx(expected, rel=1e-6)
     for p, q in zip(ddp.module.parameters(), other.module.parameters()):
-        assert torch.equal(p, q)
+        torch.testing.assert_close(p, q, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)
     on_host = [shard.on_host for shard in offloaded.shards]
     assert on_host == {0.0: [False], 0.3: [True, False], 1.0: [True]}[fraction]
     first, second = optimizer.sharded_state(), offloaded.sharded_state()
-    assert all(torch.equal(view, second[key][0]) for key, (view, _) in first.items())
+    for key, (view, _) in first.items():
+        torch.testing.assert_close(view, second[key][0], rtol=1e-5, atol=1e-12)
 
 
 def test_the_share_on_the_host_is_cut_between_parameters():
