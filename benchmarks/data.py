@@ -23,7 +23,9 @@ import itertools
 import json
 import multiprocessing
 import resource
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -184,10 +186,85 @@ def preprocess_part(args: argparse.Namespace) -> Lines:
     return [f"preprocess: {size / 1e6:.0f} MB of JSONL, {args.rounds} rounds", "", *table(head, rows)]
 
 
+# -- index -------------------------------------------------------------------------------------------------------
+
+_INDEX_SECONDS, _INDEX_MB = 10.0, 500.0  # targets for 10 million documents
+
+_BUILD_INDEX = """
+import json, resource, sys, time
+import numpy as np
+from megatron_lite.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
+from megatron_lite.tokenizers.null import NullTokenizer
+
+prefix, cache, samples, sequence_length = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+megabytes = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+loaded = megabytes()
+config = GPTDatasetConfig(
+    random_seed=1, sequence_length=sequence_length, blend=([prefix], None), split="1,0,0", path_to_cache=cache,
+    tokenizer=NullTokenizer(50000), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+    create_attention_mask=False,
+)
+begun = time.perf_counter()
+dataset = BlendedMegatronDatasetBuilder(GPTDataset, [samples or None, 0, 0], lambda: True, config).build()[0]
+took = time.perf_counter() - begun
+arrays = sum(a.nbytes for a in (dataset.document_index, dataset.sample_index, dataset.shuffle_index)) / 1e6
+found = [dataset.num_epochs, len(dataset), dataset.built_anew_on_cache_miss, took, loaded, megabytes(), arrays]
+print(json.dumps(found))
+"""
+
+
+def index_part(args: argparse.Namespace) -> Lines:
+    """Opening a corpus, building its index, writing the cache and mapping it; then once more with the cache."""
+    import numpy as np
+
+    from megatron_lite.datasets.indexed_dataset import move_pair, write_index
+
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # Lengths as of web pages: many short, few long. The tokens are a hole in the file: nobody reads them.
+        lengths = np.random.default_rng(0).lognormal(6.0, 1.2, args.documents).astype(np.int32)
+        marks = np.arange(len(lengths) + 1, dtype=np.int64)
+        write_index(str(folder / "idx"), np.dtype(np.uint16), lengths, marks)
+        tokens = int(lengths.sum(dtype=np.int64))
+        with open(folder / "bin", "wb") as hole:
+            hole.truncate(2 * tokens)
+        move_pair(str(folder / "bin"), str(folder / "c.bin"), str(folder / "idx"), str(folder / "c.idx"))
+        for sequence_length, epochs in ((2048, 1.0), (8192, 1.0), (2048, 2.5)):
+            samples = 0 if epochs == 1.0 else int(epochs * tokens / sequence_length)
+            taken: dict[bool, list[list[float]]] = {True: [], False: []}
+            for turn in range(args.rounds):
+                words = [str(folder / "c"), str(folder / f"cache{turn}"), str(samples), str(sequence_length)]
+                for built in (True, False):
+                    out = subprocess.run(
+                        [sys.executable, "-c", _BUILD_INDEX, *words], check=True, capture_output=True, text=True
+                    ).stdout.splitlines()[-1]
+                    found = json.loads(out)
+                    assert found[2] == built, "the cache was not made, or not used"
+                    taken[built].append(found)
+                shutil.rmtree(folder / f"cache{turn}")
+            middle = {built: [statistics.median(column) for column in zip(*runs)] for built, runs in taken.items()}
+            number, items, _, took, loaded, peak, arrays = middle[True]
+            beyond = (peak - loaded - arrays) * 1e6 - lengths.nbytes
+            rows.append(
+                [str(sequence_length), f"{number:.0f}", f"{items:.0f}", f"{took:.2f} (at most {_INDEX_SECONDS:g})"]
+                + [f"{middle[False][3]:.2f}", f"{loaded:.0f}", f"{peak:.0f} (at most {_INDEX_MB:g})", f"{arrays:.0f}"]
+                + [f"{beyond / len(lengths):.1f}"]
+            )
+    head = ["sequence", "epochs", "samples", "build, s", "with cache, s", "code loaded, MB", "peak, MB"]
+    head += ["arrays, MB", "beyond arrays and lengths, bytes a document"]
+    return [
+        f"index: {len(lengths)} documents, {tokens / 1e9:.1f} G tokens, {args.rounds} rounds",
+        "",
+        *table(head, rows),
+    ]
+
+
 # -- the parts ---------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[argparse.Namespace], Lines]] = {
     "preprocess": preprocess_part,
+    "index": index_part,
 }
 
 
@@ -197,6 +274,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="preprocess: numbers of processes")
     parser.add_argument("--megabytes", type=float, default=12.0, help="preprocess: size of the corpus")
+    parser.add_argument("--documents", type=int, default=10_000_000, help="index: documents of the corpus")
     args = parser.parse_args()
     for name in args.parts or PARTS:
         print("\n".join(["", *PARTS[name](args)]), flush=True)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 # Entries of document_index that are looked at together: bounds the extra memory of `build_sample_index` (int64 twice).
-_CHUNK = 1 << 21
+_CHUNK = 1 << 18
 # States that `_greedy` advances side by side, times the number of datasets.
 _LANE_CELLS = 1 << 16
 
