@@ -151,6 +151,42 @@ def test_ranks_own_every_element_once_and_parameters_are_split(world, bucket_siz
     assert any(len(ranges) > 1 for ranges in pieces.values())
 
 
+def _named(parameters):
+    """A module with parameters of these names and shapes."""
+    root = nn.Module()
+    for name, shape in parameters:
+        *path, last = name.split(".")
+        module = root
+        for step in path:
+            if not hasattr(module, step):
+                module.add_module(step, nn.Module())
+            module = getattr(module, step)
+        module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+    return root
+
+
+def _shapes_of_groups(runs):
+    found = []
+    for run in runs[dist.get_rank()]:
+        _, opt = _build(run["ddp_config"], model=_named(run["named_parameters"]))
+        shapes = [[] for _ in opt.param_groups]
+        for shard in opt.shards:
+            for number, segment in shard.segments:
+                shapes[number] += [[part.place.size] for part in segment.parts]
+        found.append([(group["wd_mult"], group["lr_mult"], rows) for group, rows in zip(opt.param_groups, shapes)])
+    return found
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_groups_and_shards_equal_megatrons(world, golden, dp):
+    """Which part of which parameter is stepped on by which rank, in which group: 8 models and options, every rank."""
+    runs = [[run for run in rank if run.get("groups") is not None] for rank in golden(f"distopt_dp{dp}.json")["ranks"]]
+    for theirs, ours in zip(runs, world(dp).run(_shapes_of_groups, runs)):
+        assert len(theirs) == 8
+        for run, groups in zip(theirs, ours):
+            assert groups == [(group["wd_mult"], group["lr_mult"], group["shapes"]) for group in run["groups"]]
+
+
 class _Wide(nn.Module):
     """Large enough that padding is a small part."""
 
