@@ -1,8 +1,11 @@
-"""Runs a list of actions over this rank's model chunks: forward, loss, backward, gradient synchronisation.
+"""Runs a list of actions over this rank's model chunks: receive, forward, loss, backward, send, synchronise.
 
     forward_step_func(data_iterator, model) -> (output, loss_func)          the script's, Megatron's contract
     loss_func(output) -> (loss, reports)                                    loss: mean of the micro-batch
                       -> (loss, num_tokens, reports)                        loss: sum over num_tokens tokens
+
+Only the last stage's last chunk calls loss_func; on the others `output` is the activation for the next stage, and the
+model got its input by `set_input_tensor`. Both may be lists of tensors.
 
 What backward starts from, for M micro-batches: with two values loss / M; with three loss / max(num_tokens, 1) / M,
 or, with `calculate_per_token_loss`, the sum as it is: `finalize_model_grads` then divides by the tokens of all.
@@ -11,7 +14,7 @@ or, with `calculate_per_token_loss`, the sum as it is: `finalize_model_grads` th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +22,27 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.model_parallel_config import ModelParallelConfig
-from megatron_lite.pipeline_parallel.actions import Action, Kind
+from megatron_lite.pipeline_parallel.actions import (
+    Action,
+    Kind,
+    Message,
+    grad_sync_points,
+    param_sync_points,
+    receiver_of,
+    sender_of,
+)
+from megatron_lite.pipeline_parallel.p2p_communication import StageLink, backward_from, free
 
-ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any]]]
+ForwardStep = Callable[..., tuple[Any, Callable[..., Any]]]
+
+
+@dataclass
+class _Pass:
+    """What lives of a micro-batch in a chunk between forward and backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    is_loss: bool
 
 
 @dataclass
@@ -32,8 +53,11 @@ class Executor:
         chunks: this rank's model chunks (DDP or bare).
         data: one iterator per chunk.
         num_microbatches: what losses are averaged over.
+        link: to the other stages; None: this is the only one.
         collect_non_loss_data: reports are `loss_func(output, non_loss_data=True)`; nothing is averaged.
         context_parallel_size: a mean loss is multiplied by it, because gradients are averaged over cp as over dp.
+        recompute_window: with `num_microbatches_with_partial_activation_checkpoints` N, forward passes in flight: of so
+            many in a row all but the first N recompute everything.
     """
 
     config: ModelParallelConfig
@@ -41,47 +65,129 @@ class Executor:
     data: Sequence[Iterator[Any] | None]
     forward_step_func: ForwardStep
     num_microbatches: int
+    link: StageLink | None = None
     forward_only: bool = False
     collect_non_loss_data: bool = False
     context_parallel_size: int = 1
+    recompute_window: int = 1
     reports: list[Any] = field(default_factory=list)
     num_tokens: Tensor | None = None
-    _outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    peak_in_flight: int = 0
+    _passes: dict[tuple[int, int], _Pass] = field(default_factory=dict)
 
     def run(self, actions: Sequence[Action]) -> list[Any]:
         """Do the actions in order.
 
-        Returns: what the loss function reported for each micro-batch, in order of its forward passes.
+        Returns: what the loss function reported for each micro-batch, in order of its forward passes; empty on a stage
+        without the loss.
         """
-        last = {a.chunk: i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD}
+        self._backward_kind = next((a.kind for a in actions if a.kind.gives_input_grad), Kind.BACKWARD)
+        grads, params = self._sync_points(actions)
+        if params is not None:
+            for chunk in range(min(2, len(self.chunks))):
+                self._sync_params(chunk)
         with ExitStack() as waiting:  # gradients stay on this rank until a chunk's last backward
-            held = {chunk: waiting.enter_context(_reentrant(self._no_sync(chunk))) for chunk in last}
+            training = {a.chunk for a in actions if a.kind is not Kind.FORWARD}
+            held = {chunk: waiting.enter_context(_reentrant(self._no_sync(chunk))) for chunk in sorted(training)}
             for place, action in enumerate(actions):
-                if action.kind is Kind.FORWARD:
-                    self._forward(action)
-                else:
-                    if place == last[action.chunk]:
-                        held[action.chunk].close()
-                    self._backward(action)
+                if params and place in params:
+                    self._sync_params(params[place])
+                due = grads.get(place, [])
+                if action.chunk in due and action.kind is not Kind.FORWARD:
+                    held[action.chunk].close()  # its hooks reduce buckets while this backward still runs
+                self._do(action)
+                for chunk in due:
+                    if chunk != action.chunk:  # complete for a while, and aligned with the other stages
+                        held[chunk].close()
+                        self._sync_grads(chunk)
+        if self.link is not None:
+            self.link.finish()
         return self.reports
 
-    def _no_sync(self, chunk: int) -> AbstractContextManager[Any]:
-        functions = self.config.no_sync_func
-        if functions is None:
-            return nullcontext()
-        return functions[chunk]() if isinstance(functions, (list, tuple)) else functions()
+    def _sync_points(self, actions: Sequence[Action]) -> tuple[dict[int, list[int]], dict[int, int] | None]:
+        """Where gradients are reduced and where parameters are gathered."""
+        stages = 1 if self.link is None else self.link.stages
+        rank = 0 if self.link is None else self.link.rank
+        aligned = self.config.grad_sync_func is not None and stages > 1
+        grads = {} if self.forward_only else grad_sync_points(actions, rank, aligned)
+        if self.config.param_sync_func is None or self.forward_only or stages == 1:
+            return grads, None
+        return grads, param_sync_points(actions, rank, len(self.chunks))
 
-    def _forward(self, action: Action) -> None:
-        timers = self.config.timers
-        if timers is not None:
-            timers("forward-compute", log_level=2).start()
-        with torch.no_grad() if self.forward_only else nullcontext():
-            output, loss_func = self.forward_step_func(self.data[action.chunk], self.chunks[action.chunk])
-            loss = self._loss(output, loss_func)
+    def _no_sync(self, chunk: int) -> AbstractContextManager[Any]:
+        function = _of_chunk(self.config.no_sync_func, chunk)
+        return nullcontext() if function is None else function()
+
+    def _sync_grads(self, chunk: int) -> None:
+        function = _of_chunk(self.config.grad_sync_func, chunk)
+        if function is not None:
+            function(self.chunks[chunk].parameters())
+
+    def _sync_params(self, chunk: int) -> None:
+        function = _of_chunk(self.config.param_sync_func, chunk)
+        if function is not None:
+            function(self.chunks[chunk].parameters())
+
+    # -- one action
+
+    def _do(self, action: Action) -> None:
+        message = self._source(action)
+        received: list[Tensor] = []
+        if message is not None:
+            assert self.link is not None
+            with self._timer("forward-recv" if action.kind is Kind.FORWARD else "backward-recv"):
+                received = self.link.receive(message)
+        if self.link is not None:
+            self.link.post_ahead()
+        if action.kind is Kind.FORWARD:
+            sent = self._forward(action, received)
+        elif action.kind is Kind.WEIGHT_GRAD:
+            sent = self._weight_grads(action)
+        else:
+            sent = self._backward(action, received)
+        if self.link is not None and receiver_of(action, self.link.rank, self.link.stages, self.link.chunks):
+            with self._timer("forward-send" if action.kind is Kind.FORWARD else "backward-send"):
+                self.link.send(action, sent)
+            if action.kind is Kind.FORWARD and self.config.deallocate_pipeline_outputs and not self.forward_only:
+                for tensor in sent:
+                    free(tensor)
+
+    def _source(self, action: Action) -> Message | None:
+        if self.link is None:
+            return None
+        return sender_of(action, self.link.rank, self.link.stages, self.link.chunks, self._backward_kind)
+
+    def _forward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
+        model = self.chunks[action.chunk]
+        if received and not self.forward_only:
+            for tensor in received:
+                tensor.requires_grad_()
+        if self.link is not None:
+            _set_input(model, received if received else None)
+        with self._timer("forward-compute"), torch.no_grad() if self.forward_only else nullcontext():
+            arguments = (self.data[action.chunk], model)
+            full = self._recomputes_all(action)
+            output, loss_func = (
+                self.forward_step_func(*arguments) if full is None else self.forward_step_func(*arguments, full)
+            )
+            is_loss = self._has_loss(action)
+            if is_loss:
+                output = self._loss(output, loss_func)
+        outputs = list(output) if isinstance(output, (list, tuple)) else [output]
         if not self.forward_only:
-            self._outputs[action.microbatch, action.chunk] = loss
-        if timers is not None:
-            timers("forward-compute").stop()
+            self._passes[action.microbatch, action.chunk] = _Pass(received, outputs, is_loss)
+            self.peak_in_flight = max(self.peak_in_flight, len(self._passes))
+        return outputs
+
+    def _has_loss(self, action: Action) -> bool:
+        if self.link is None:
+            return True
+        return self.link.rank == self.link.stages - 1 and action.chunk == self.link.chunks - 1
+
+    def _recomputes_all(self, action: Action) -> bool | None:
+        """Whether this micro-batch recomputes everything; None: the configuration does not distinguish."""
+        kept = getattr(self.config, "num_microbatches_with_partial_activation_checkpoints", None)
+        return None if kept is None else action.microbatch % self.recompute_window >= kept
 
     def _loss(self, output: Tensor, loss_func: Callable[..., Any]) -> Tensor:
         if self.collect_non_loss_data:
@@ -100,16 +206,52 @@ class Executor:
         self.reports.append(reports)
         return loss
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
+        """Gradients of this pass's inputs; the parameters' go into their buffers.
+
+        INPUT_GRAD is the same call: linear layers with `delay_wgrad_compute` put their weight gradients off.
+        """
+        held = self._passes.pop((action.microbatch, action.chunk))
+        with self._timer("backward-compute"):
+            outputs, grads = held.outputs, list(received)
+            if held.is_loss:
+                if self.config.grad_scale_func is not None:
+                    outputs = [self.config.grad_scale_func(outputs[0])]
+                outputs[0].backward()
+            else:
+                wanted = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+                backward_from([o for o, _ in wanted], [g for _, g in wanted])
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in held.inputs]
+
+    def _weight_grads(self, action: Action) -> list[Tensor]:
+        """The weight gradients that INPUT_GRAD put off."""
+        with self._timer("backward-compute"):
+            self.chunks[action.chunk].backward_dw()  # type: ignore[operator]
+        return []
+
+    @contextmanager
+    def _timer(self, name: str) -> Iterator[None]:
         timers = self.config.timers
-        if timers is not None:
-            timers("backward-compute", log_level=2).start()
-        loss = self._outputs.pop((action.microbatch, action.chunk))
-        if self.config.grad_scale_func is not None:
-            loss = self.config.grad_scale_func(loss)
-        loss.backward()
-        if timers is not None:
-            timers("backward-compute").stop()
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=2).start()
+        try:
+            yield
+        finally:
+            timers(name).stop()
+
+
+def _of_chunk(functions: Any, chunk: int) -> Callable[..., Any] | None:
+    """A hook of the configuration: one for all chunks, or one each."""
+    return functions[chunk] if isinstance(functions, (list, tuple)) else functions
+
+
+def _set_input(model: nn.Module, received: list[Tensor] | None) -> None:
+    """Hand a stage's model its input: one tensor, or a list of several; None on the first."""
+    while not hasattr(model, "set_input_tensor"):
+        model = model.module  # type: ignore[assignment]
+    model.set_input_tensor(received[0] if received is not None and len(received) == 1 else received)  # type: ignore[operator]
 
 
 class _reentrant(AbstractContextManager["_reentrant"]):

@@ -1,17 +1,25 @@
-"""Megatron's entry to the schedules: `get_forward_backward_func()(...)` runs all micro-batches of a step."""
+"""Megatron's entry to the schedules: `get_forward_backward_func()(...)` runs all micro-batches of a step.
+
+The three functions that it returns differ only in the schedule that they make: one executor runs them all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-from megatron_lite.collectives import group_size
+from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.errors import ConfigError
-from megatron_lite.pipeline_parallel.actions import no_pipelining
+from megatron_lite.model_parallel_config import ModelParallelConfig
+from megatron_lite.pipeline_parallel.actions import Schedule, make_schedule, warmup_of
 from megatron_lite.pipeline_parallel.executor import Executor, ForwardStep
+from megatron_lite.pipeline_parallel.p2p_communication import Shape, StageLink
 from megatron_lite.process_groups_config import ProcessGroupCollection
+
+DataIterators = Iterator[Any] | list[Iterator[Any] | None] | None
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
@@ -19,22 +27,20 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
     Args:
         pp_size: pipeline stages; None asks the registered process groups.
-        vp_size: model chunks per stage.
+        vp_size: model chunks per stage; None or 1: not interleaved.
     """
     stages = group_size(ProcessGroupCollection.use_mpu_process_groups().pp) if pp_size is None else pp_size
-    if stages > 1:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {stages}",
-            why="pipeline schedules have not landed in this version",
-            fix="--pipeline-model-parallel-size 1",
-        )
-    return forward_backward_no_pipelining
+    if stages == 1:
+        return forward_backward_no_pipelining
+    if vp_size is not None and vp_size > 1:
+        return forward_backward_pipelining_with_interleaving
+    return forward_backward_pipelining_without_interleaving
 
 
 def forward_backward_no_pipelining(
     *,
     forward_step_func: ForwardStep,
-    data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
+    data_iterator: DataIterators,
     model: nn.Module | list[nn.Module],
     num_microbatches: int,
     seq_length: int | None = None,
@@ -49,34 +55,198 @@ def forward_backward_no_pipelining(
 
     Args:
         forward_step_func, data_iterator, model, num_microbatches: see `executor`.
-        seq_length, micro_batch_size, decoder_seq_length, first_val_step: shapes of messages between stages; here
-            there are none.
+        seq_length, micro_batch_size, decoder_seq_length: shapes of messages between stages; here there are none.
+        first_val_step: accepted for Megatron's callers; nothing here depends on it.
     Returns: the loss function's reports, one per micro-batch.
     """
-    chunks = model if isinstance(model, list) else [model]
-    data = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    chunks, data = _chunks_and_data(model, data_iterator)
     assert len(chunks) == len(data) == 1, f"one stage has one chunk, not {len(chunks)} with {len(data)} iterators"
-    pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    schedule = make_schedule(1, num_microbatches, evaluate=forward_only)
+    return _run(
+        forward_step_func, data, chunks, num_microbatches, schedule, groups, None, forward_only, collect_non_loss_data
+    )
+
+
+def forward_backward_pipelining_without_interleaving(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: DataIterators,
+    model: nn.Module | list[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[Any]:
+    """1F1B over the stages of the pipeline group (ZB-H1 with `delay_wgrad_compute`); one chunk a stage.
+
+    Args:
+        seq_length, micro_batch_size: of what stages send each other, before it is split over cp and tp.
+        decoder_seq_length: of the decoder, where a model has an encoder of another length.
+    Returns: the loss function's reports, one per micro-batch, on the last stage; elsewhere an empty list.
+    """
+    chunks, data = _chunks_and_data(model, data_iterator)
+    assert len(chunks) == 1, f"without interleaving a stage has one chunk, not {len(chunks)}"
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     config: Any = chunks[0].config
+    schedule = make_schedule(
+        group_size(groups.pp),
+        num_microbatches,
+        evaluate=forward_only,
+        zero_bubble=getattr(config, "delay_wgrad_compute", False),
+    )
+    shape = _shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
+    link = _link(config, groups, schedule, 1, shape, chunks[0])
+    return _run(
+        forward_step_func, data, chunks, num_microbatches, schedule, groups, link, forward_only, collect_non_loss_data
+    )
+
+
+def forward_backward_pipelining_with_interleaving(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: DataIterators,
+    model: nn.Module | list[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[Any]:
+    """Interleaved 1F1B: `model` and `data_iterator` are lists, one entry a chunk. The rest as without interleaving.
+
+    Raises: ConfigError if the micro-batches do not go into groups (`check_microbatch_groups`).
+    """
+    chunks, data = _chunks_and_data(model, data_iterator)
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    config: Any = chunks[0].config
+    stages = group_size(groups.pp)
+    group = config.microbatch_group_size_per_vp_stage or stages
+    if not forward_only:
+        check_microbatch_groups(num_microbatches, stages, group)
+    schedule = make_schedule(stages, num_microbatches, len(chunks), group, evaluate=forward_only)
+    shape = _shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
+    link = _link(config, groups, schedule, len(chunks), shape, chunks[0])
+    return _run(
+        forward_step_func, data, chunks, num_microbatches, schedule, groups, link, forward_only, collect_non_loss_data
+    )
+
+
+def check_microbatch_groups(num_microbatches: int, stages: int, group: int) -> None:
+    """An interleaved schedule needs stages <= group <= micro-batches, and a last group of at least `stages`.
+
+    Raises: ConfigError with the numbers and two ways out.
+    """
+    last = num_microbatches % group
+    if stages <= group <= num_microbatches and (last == 0 or last >= stages):
+        return
+    raise ConfigError(
+        f"{num_microbatches} micro-batches (global batch / micro batch / data-parallel size) on {stages} interleaved "
+        f"stages, {group} to a group",
+        why=f"a group is at least the {stages} stages and at most the micro-batches, and {num_microbatches} modulo "
+        f"{group} = {last} must be 0 or at least {stages}",
+        fix=f"--global-batch-size for {max(stages, -(-num_microbatches // stages) * stages)} micro-batches, or "
+        "--pipeline-model-parallel-size without virtual stages",
+    )
+
+
+def get_tensor_shapes(
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None,
+    config: ModelParallelConfig,
+    tp_group: Any,
+    cp_group: Any,
+) -> list[Shape]:
+    """Shapes of what stages send each other: `[s / cp (/ tp under sequence parallelism), b, h]`."""
+    length = (decoder_seq_length or seq_length) // group_size(cp_group)
+    if config.sequence_parallel:
+        length //= group_size(tp_group)
+    return [(length, micro_batch_size, config.hidden_size)]  # type: ignore[attr-defined]
+
+
+def _shape(config: Any, groups: ProcessGroupCollection, length: int, micro_batch_size: int) -> Shape | None:
+    if config.variable_seq_lengths:
+        return None
+    return get_tensor_shapes(
+        seq_length=length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=None,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )[0]
+
+
+def _link(
+    config: Any, groups: ProcessGroupCollection, schedule: Schedule, chunks: int, shape: Shape | None, chunk: nn.Module
+) -> StageLink:
+    assert groups.pp is not None, "pipeline schedules need a pipeline group"
+    dtype = config.pipeline_dtype or config.params_dtype
+    if getattr(config, "fp32_residual_connection", False):
+        dtype = torch.float32
+    return StageLink(
+        group=groups.pp,
+        schedule=schedule,
+        chunks=chunks,
+        shape=shape,
+        dtype=dtype,
+        device=next(chunk.parameters()).device,
+        ahead=1 if config.overlap_p2p_comm else 0,
+    )
+
+
+def _chunks_and_data(model: nn.Module | list[nn.Module], data_iterator: DataIterators) -> tuple[list[nn.Module], list]:
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    data = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator] * len(chunks)
+    return chunks, data
+
+
+def _run(
+    forward_step_func: ForwardStep,
+    data: list,
+    chunks: list[nn.Module],
+    num_microbatches: int,
+    schedule: Schedule,
+    groups: ProcessGroupCollection,
+    link: StageLink | None,
+    forward_only: bool,
+    collect_non_loss_data: bool,
+) -> list[Any]:
+    """Run this rank's list, then hand the gradients to `finalize_model_grads_func`."""
+    config: Any = chunks[0].config
+    rank = group_rank(groups.pp)
+    group = config.microbatch_group_size_per_vp_stage
     executor = Executor(
         config=config,
         chunks=chunks,
         data=data,
         forward_step_func=forward_step_func,
         num_microbatches=num_microbatches,
+        link=link,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
-        context_parallel_size=group_size(pg_collection.cp),
+        context_parallel_size=group_size(groups.cp),
+        recompute_window=1 + warmup_of(group_size(groups.pp), num_microbatches, rank, len(chunks), group),
     )
     timers = config.timers
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    reports = executor.run(no_pipelining(num_microbatches, forward_only))
+    reports = executor.run(schedule[rank])
     if not forward_only and config.finalize_model_grads_func is not None:
         per_token = getattr(config, "calculate_per_token_loss", False)
-        config.finalize_model_grads_func(
-            chunks, executor.num_tokens if per_token else None, pg_collection=pg_collection
-        )
+        tokens = executor.num_tokens
+        if per_token and tokens is None:  # a stage without the loss: finalize_model_grads asks the last one
+            tokens = torch.zeros((), dtype=torch.int, device=next(chunks[0].parameters()).device)
+        config.finalize_model_grads_func(chunks, tokens if per_token else None, pg_collection=groups)
     if timers is not None:
         timers("forward-backward").stop()
     return reports

@@ -1,0 +1,190 @@
+"""Schedules on real ranks: a stack of small layers over stages and chunks trains like the stack in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lite import collectives
+from megatron_lite.model_parallel_config import ModelParallelConfig
+from megatron_lite.pipeline_parallel import get_forward_backward_func
+from megatron_lite.pipeline_parallel.actions import make_schedule
+from megatron_lite.pipeline_parallel.executor import Executor
+from megatron_lite.pipeline_parallel.schedule_check import check_schedule
+from megatron_lite.process_groups_config import ProcessGroupCollection
+
+HIDDEN, BATCH, LENGTH = 8, 2, 4
+
+
+class Stack(nn.Module):
+    """Some of the layers of a stack, with Megatron's interface of a stage."""
+
+    def __init__(self, config, layers):
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleDict()
+        for layer in layers:
+            torch.manual_seed(layer)
+            self.layers[str(layer)] = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+        self.received = None
+
+    def set_input_tensor(self, x):
+        self.received = x
+
+    def forward(self, x):
+        several = isinstance(self.received, list)
+        if self.received is not None:
+            x = self.received[0] if several else self.received
+        for layer in self.layers.values():
+            x = x + layer(x)
+        # An activation of a stage must not be a view, or its memory could not be given back.
+        return [x, self.received[1] * 1.0] if several else x
+
+
+def batch_of(microbatch, length=LENGTH):
+    generator = torch.Generator().manual_seed(100 + microbatch)
+    return torch.randn(length, BATCH, HIDDEN, generator=generator)
+
+
+def squared(output):
+    loss = output.square().mean()
+    return loss, {"loss": loss.item()}
+
+
+def make_config(**options):
+    config = ModelParallelConfig(**options)
+    config.hidden_size = HIDDEN
+    return config
+
+
+def lengths_of(microbatches, variable):
+    return [LENGTH + (m % 3 if variable else 0) for m in range(microbatches)]
+
+
+def train(stages, chunks, microbatches, group, options, forward_only=False):
+    """One step on this rank: reports, gradients by layer, and the peak of activations alive."""
+    rank = dist.get_rank() if stages > 1 else 0
+    variable = options.get("variable_seq_lengths", False)
+    config = make_config(**options, microbatch_group_size_per_vp_stage=group)
+    per_chunk = 12 // (stages * chunks)
+    firsts = [chunk * stages * per_chunk + rank * per_chunk for chunk in range(chunks)]
+    model = [Stack(config, range(first, first + per_chunk)) for first in firsts]
+
+    def forward_step(iterator, model):
+        return model(next(iterator)), squared
+
+    peaks = []
+    run = Executor.run
+
+    def watched(self, actions):
+        reports = run(self, actions)
+        peaks.append(self.peak_in_flight)
+        return reports
+
+    Executor.run = watched
+    try:
+        data = [(batch_of(m, n) for m, n in enumerate(lengths_of(microbatches, variable))) for _ in model]
+        reports = get_forward_backward_func(stages, chunks)(
+            forward_step_func=forward_step,
+            data_iterator=[iter(d) for d in data],
+            model=model,
+            num_microbatches=microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            forward_only=forward_only,
+            pg_collection=ProcessGroupCollection(pp=collectives.world() if stages > 1 else None),
+        )
+    finally:
+        Executor.run = run
+    grads = {name: p.grad for part in model for name, p in part.named_parameters()}
+    return [r["loss"] for r in reports], grads, peaks[0]
+
+
+CASES = [
+    (2, 1, 4, None, {}),
+    (2, 1, 1, None, {"deallocate_pipeline_outputs": True}),
+    (2, 2, 4, None, {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True}),
+    (2, 3, 8, 3, {"overlap_p2p_comm": True}),
+    (2, 2, 5, 3, {"variable_seq_lengths": True}),
+    (4, 1, 6, None, {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True}),
+    (4, 1, 3, None, {"variable_seq_lengths": True}),
+    (4, 3, 8, 8, {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True}),
+]
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches", "group", "options"), CASES)
+def test_c089_c090_stages_train_as_one_process(world, stages, chunks, microbatches, group, options):
+    """C089, C090: two stages with one rank for both neighbours, lengths that vary: losses, gradients, peaks."""
+    variable = {k: v for k, v in options.items() if k == "variable_seq_lengths"}
+    losses, grads, _ = train(1, 1, microbatches, None, variable)
+    results = world(stages).run(train, stages, chunks, microbatches, group, options)
+    assert results[-1][0] == pytest.approx(losses, rel=1e-6)
+    assert all(not reports for reports, _, _ in results[:-1])
+    theirs = {name: grad for _, held, _ in results for name, grad in held.items()}
+    assert theirs.keys() == grads.keys() and any(g.abs().sum() > 0 for g in grads.values())
+    for name, grad in grads.items():
+        torch.testing.assert_close(theirs[name], grad, rtol=1e-5, atol=1e-7)
+    proof = check_schedule(make_schedule(stages, microbatches, chunks, group), chunks)
+    assert [peak for _, _, peak in results] == proof.peaks
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 1, 5), (2, 2, 3), (4, 3, 2)])
+def test_evaluation(world, stages, chunks, microbatches):
+    """Forward only, also with fewer micro-batches than an interleaved schedule takes in training; nothing is kept."""
+    losses, _, _ = train(1, 1, microbatches, None, {}, forward_only=True)
+    results = world(stages).run(train, stages, chunks, microbatches, None, {"overlap_p2p_comm": True}, True)
+    assert results[-1][0] == pytest.approx(losses, rel=1e-6)
+    assert all(g is None for _, grads, _ in results for g in grads.values())
+    assert [peak for _, _, peak in results] == [0] * stages
+
+
+def _two_tensors():
+    """A side tensor travels from the first stage, through the second, and its gradient comes back."""
+    rank = dist.get_rank()
+    config = make_config(variable_seq_lengths=True)
+    model = Stack(config, [rank])
+    side = torch.full((3,), 2.0, requires_grad=True)
+
+    def forward_step(iterator, model):
+        x = next(iterator)
+        if rank == 0:
+            return [model(x), side * 1.0], None
+        out = model(x)
+        return (out[0], out[1]), lambda out: ((out[0].sum() + out[1].square().sum()), {"loss": 0.0})
+
+    get_forward_backward_func(2)(
+        forward_step_func=forward_step,
+        data_iterator=iter([batch_of(m) for m in range(2)]),
+        model=model,
+        num_microbatches=2,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+        pg_collection=ProcessGroupCollection(pp=collectives.world()),
+    )
+    return side.grad
+
+
+def test_several_tensors_between_stages(world):
+    """What an encoder and a decoder need: d/dx of x^2 at 2, mean over two micro-batches."""
+    side, _ = world(2).run(_two_tensors)
+    torch.testing.assert_close(side, torch.full((3,), 4.0))
+
+
+def _wrong_length():
+    config = make_config()
+    model = Stack(config, [dist.get_rank()])
+    get_forward_backward_func(2)(
+        forward_step_func=lambda iterator, model: (model(next(iterator)), squared),
+        data_iterator=iter([batch_of(0, LENGTH + 1)]),
+        model=model,
+        num_microbatches=1,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+        pg_collection=ProcessGroupCollection(pp=collectives.world()),
+    )
+
+
+def test_another_length_than_promised(world):
+    """An activation that the next stage does not expect is told with both shapes and the flag, not sent."""
+    with pytest.raises(Exception, match="variable-seq-lengths"):
+        world(2).run(_wrong_length)
