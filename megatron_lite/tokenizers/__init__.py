@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_face(
         "base": ["MegatronTokenizer"],
         "sentencepiece": ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"],
         "huggingface": ["HuggingFaceTokenizer"],
+        "sft": ["SFTTokenizer"],
         "gpt2_bpe": ["GPT2BPETokenizer"],
         "bert_wordpiece": ["BertWordPieceLowerCase", "BertWordPieceCase"],
         "tiktoken": ["TikTokenizer"],

@@ -106,6 +106,13 @@ def _arguments(kind: str, config: TokenizerConfig) -> dict[str, Any]:
             "chat_template": _template(config.chat_template),
             **special,
         }
+    if kind == "SFTTokenizer":
+        return {
+            "path": config.tokenizer_model,
+            "prompt_format": config.sft_tokenizer_prompt_format,
+            "chat_template": _template(config.chat_template),
+            **special,
+        }
     return {
         "model_file": config.tokenizer_model,
         "legacy": config.tokenizer_sentencepiece_legacy,

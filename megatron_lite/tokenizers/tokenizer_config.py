@@ -28,6 +28,10 @@ FIELDS_OF_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "chat_template",
         ),
     ),
+    "SFTTokenizer": (
+        ("tokenizer_model",),
+        ("tokenizer_special_tokens", "chat_template", "sft_tokenizer_prompt_format"),
+    ),
     "Llama2Tokenizer": _SENTENCEPIECE,
     "TikTokenizer": (
         ("tokenizer_model",),
@@ -97,6 +101,11 @@ class TokenizerConfig:
     tiktoken_num_special_tokens: int = flag(1000, "TikTokenizer: ids kept for special tokens.")
     null_tokenizer_eod_id: int | None = flag(None, "NullTokenizer: end-of-document id. Default: the last id.")
     null_tokenizer_pad_id: int = flag(-1, "NullTokenizer: padding id; -1: none.")
+    sft_tokenizer_prompt_format: str = flag(
+        "nemotron-h-aligned",
+        "SFTTokenizer: how messages become one text: nemotron-h-aligned, nemotron-nano-v2, identity (all of it is "
+        "trained), or default, the tokenizer's own chat template.",
+    )
     chat_template: str | None = flag(
         None, "HuggingFaceTokenizer: Jinja template of conversations, or a file with one, instead of its own."
     )
