@@ -323,11 +323,12 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
     grad_item = 4 if args.accumulate_allreduce_grads_in_fp32 or item == 4 else 2
     moments = {"adam": 8, "sgd": 4 if args.sgd_momentum else 0}.get(args.optimizer, 8)
     main = 0 if item == 4 else 4
-    dp_shards = args.data_parallel_size if args.use_distributed_optimizer else 1
+    sharing = args.data_parallel_size * args.context_parallel_size // args.num_distributed_optimizer_instances
+    dp_shards = sharing if args.use_distributed_optimizer else 1
     rows = [
         ("weights", params * item),
         ("gradients", params * grad_item),
-        ("optimizer state", params * (moments + main) // dp_shards),
+        ("optimizer state", params * (_moment_bytes(args) + main) // dp_shards),
     ]
     total = sum(size for _, size in rows)
     batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
@@ -357,6 +358,13 @@ def _size(size: float) -> str:
 
 
 def print_memory(iteration: int, device: torch.device, pg_collection: ProcessGroupCollection) -> None:
+def _moment_bytes(args: Namespace) -> int:
+    """Bytes per parameter of the optimizer's moments; of muon those of a matrix, which most parameters are in."""
+    widths = {"fp32": 4, "bf16": 2}
+    adam = widths[args.exp_avg_dtype] + widths[args.exp_avg_sq_dtype]
+    return {"adam": adam, "sgd": 4 if args.sgd_momentum else 0, "lion": 4, "muon": 4}[args.optimizer]
+
+
     """Measured memory, by every rank that is the first of its data-parallel group."""
     if collectives.group_rank(pg_collection.dp_cp) != 0:
         return
