@@ -321,7 +321,6 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
     params = sum(p.numel() for chunk in model for p in chunk.parameters())
     item = {"torch.float32": 4}.get(str(args.params_dtype), 2)
     grad_item = 4 if args.accumulate_allreduce_grads_in_fp32 or item == 4 else 2
-    moments = {"adam": 8, "sgd": 4 if args.sgd_momentum else 0}.get(args.optimizer, 8)
     main = 0 if item == 4 else 4
     sharing = args.data_parallel_size * args.context_parallel_size // args.num_distributed_optimizer_instances
     dp_shards = sharing if args.use_distributed_optimizer else 1
