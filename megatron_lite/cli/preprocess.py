@@ -29,6 +29,7 @@ from megatron_lite.cli.totals import Totals, histogram, length_bins
 from megatron_lite.cli.work_folder import Snapshot, WorkFolder, identity_of
 from megatron_lite.config import did_you_mean, flags_of, from_namespace
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.tokenizers.build_tokenizer import unread_flags
 from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
 
 _BAD_LINES_SHOWN = 10
@@ -118,8 +119,6 @@ def preprocess(
             job.close()
         if not work.has_snapshots():
             work.remove()
-        elif sys.exc_info()[0] is not None:
-            print(f"What is done is kept in {folder}: the same command goes on from there", file=sys.stderr)
         work.close()
 
 
@@ -160,7 +159,6 @@ class _Job:
             where = f"{files[at.file]}, line {at.line}" if at.file < len(files) else "the end of the input"
             print(f"Going on from {where}: {snapshot.totals.documents} documents are done", flush=True)
         self.last, self.committed = snapshot, snapshot
-        self.end_of_file: Snapshot | None = None  # not on the disk yet
         self.totals = snapshot.totals.copy()
         self.totals.earlier_documents, self.totals.earlier_bytes = self.totals.documents, self.totals.text_bytes
 
@@ -192,31 +190,28 @@ class _Job:
                     print(f"Opening {block.file}", flush=True)
                     if opened < 0:
                         print(f"Time to startup: {time.monotonic() - progress.start:.2f}", flush=True)
-                    if self.last.position.file < number:
-                        self.end_of_file = replace(self.last, position=Position(number))
+                    elif self.last.position.file < number:
+                        self._commit(replace(self.last, position=Position(number)))
                     opened = number
                 self._add(block, result)
                 self.last = Snapshot(block.next, self.totals.copy(), self._sizes())
                 if time.monotonic() - saved > _SECONDS_BETWEEN_SNAPSHOTS:
-                    self._commit()
+                    self._commit(self.last)
                     saved = time.monotonic()
                 progress(self.totals, block.read)
         finally:
             progress.close()
             with contextlib.suppress(OSError):  # a full disk is told by what met it
                 if self.last.totals.documents:
-                    self._commit()
+                    self._commit(self.last)
 
-    def _commit(self) -> None:
-        """The state now, and that at the end of the file before: it holds even if this file is changed."""
-        if self.last == self.committed:
+    def _commit(self, snapshot: Snapshot) -> None:
+        if snapshot == self.committed:
             return
         for writer in self._all():
             writer.sync()
-        if self.end_of_file is not None:
-            self.work.commit(self.end_of_file)
-        self.work.commit(self.last)
-        self.committed, self.end_of_file = self.last, None
+        self.work.commit(snapshot)
+        self.last = self.committed = snapshot
 
     def _add(self, block: Block, result: Tokenised) -> None:
         totals = self.totals
@@ -400,6 +395,8 @@ def main(argv: Sequence[str]) -> int:
         lang=args.lang,
         keep_newlines=args.keep_newlines,
     )
+    for flag in unread_flags(recipe.tokenizer):
+        print(f"{flag} has no effect: {recipe.tokenizer.tokenizer_type} does not read it", file=sys.stderr)
     if args.find_optimal_num_workers:
         best, _ = find_optimal_num_workers(args.input, recipe, args.workers_to_check, args.max_documents)
         print(f"best: --workers {best}")
