@@ -27,7 +27,6 @@ from megatron_lite.rank_grid import grids
 from megatron_lite.training.local_world import World
 from megatron_lite.transformer import TransformerConfig
 
-# label -> number format, sharded, bytes per parameter that every rank holds, and that the ranks share
 KINDS: dict[str, tuple[str, bool, bool, int, int]] = {
     # name: dtype, sharded, 16-bit moments, held by every rank, shared by the ranks
     "fp32": ("float32", False, False, 16, 0),
@@ -83,7 +82,7 @@ def measure(kind: str, hidden_size: int, num_layers: int) -> tuple[int, int]:
 
 def _tensors() -> list[torch.Tensor]:
     gc.collect()
-    return [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.device.type == "cpu"]
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.device.type == "cpu"]
 
 
 def main() -> None:

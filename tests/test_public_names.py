@@ -99,8 +99,12 @@ NAMES: dict[str, dict[str, str]] = {
         "OptimizerConfig": "optimizer lr min_lr weight_decay fp16 bf16 params_dtype adam_beta1 adam_eps clip_grad",
         "get_megatron_optimizer": "config model_chunks pg_collection",
         "MegatronOptimizer": "",
+        "ChainedOptimizer": "chained_optimizers",
+        "DistributedOptimizer": "",
     },
-    "optimizer.optimizer": {"MegatronOptimizer": ""},
+    "optimizer.optimizer": {"MegatronOptimizer": "", "ChainedOptimizer": "chained_optimizers"},
+    "optimizer.distrib_optimizer": {"DistributedOptimizer": ""},
+    "optimizer.clip_grads": {"get_grad_norm_fp32": "grads_for_norm norm_type grad_stats_parallel_group"},
     "transformer.transformer_config": {
         "TransformerConfig": (
             "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups normalization "
