@@ -202,7 +202,6 @@ LATER = [
     "models.bert.bert_layer_specs.bert_layer_local_spec",
     "models.T5.t5_model.T5Model",
     "models.retro.RetroModel",
-    "optimizer.distrib_optimizer.DistributedOptimizer",
     "transformer.moe.moe_layer.MoELayer",
     "transformer.multi_latent_attention.MLASelfAttention",
     "transformer.multi_token_prediction.MultiTokenPredictionBlock",
