@@ -48,26 +48,28 @@ def faults(pair: IndexedDataset, tokenizer: MegatronTokenizer | None, read_token
         yield f"document {falling[0]} ends before it begins"
     if tokenizer is None or not read_tokens:
         return
-    size, total = tokenizer.vocab_size, pair.index.bin_bytes // item
-    for at in range(0, total, _TOKENS_AT_ONCE):
-        tokens = _tokens(pair, 0, at, min(_TOKENS_AT_ONCE, total - at))  # a part may run on into later sequences
-        if len(outside := np.flatnonzero((tokens < 0) | (tokens >= size))):
-            yield f"token {at + outside[0]} is {tokens[outside[0]]}, the tokenizer has ids from 0 to {size - 1}"
+    tokens, size = _tokens(pair), tokenizer.vocab_size
+    for at in range(0, len(tokens), _TOKENS_AT_ONCE):
+        part = tokens[at : at + _TOKENS_AT_ONCE]
+        if len(outside := np.flatnonzero((part < 0) | (part >= size))):
+            yield f"token {at + outside[0]} is {part[outside[0]]}, the tokenizer has ids from 0 to {size - 1}"
             return
 
 
 def documents_ending_with(pair: IndexedDataset, token: int) -> int:
     """How many documents' last token it is."""
-    count, marks = 0, pair.document_indices
-    for begin, end in zip(marks[:-1].tolist(), marks[1:].tolist()):
-        length = int(pair.sequence_lengths[end - 1]) if end > begin else 0
-        if length:
-            count += int(_tokens(pair, end - 1, length - 1, 1)[0]) == token
-    return count
+    begins, ends = pair.document_indices[:-1], pair.document_indices[1:]
+    last = ends[ends > begins] - 1  # the last sequence of each document that has one
+    last = last[pair.sequence_lengths[last] > 0]
+    at = pair.index.sequence_pointers[last] // pair.index.dtype.itemsize + pair.sequence_lengths[last] - 1
+    return int(np.count_nonzero(_tokens(pair)[at] == token))
 
 
-def _tokens(pair: IndexedDataset, sequence: int, offset: int, count: int) -> np.ndarray:
-    part = pair.get(sequence, offset, count)
+def _tokens(pair: IndexedDataset) -> np.ndarray:
+    """All tokens, a view of the mapped file."""
+    if not len(pair):
+        return np.empty(0, pair.index.dtype)
+    part = pair.get(0, 0, pair.index.bin_bytes // pair.index.dtype.itemsize)  # a part may run on past its sequence
     return part[0] if pair.multimodal else part
 
 

@@ -119,6 +119,8 @@ def preprocess(
             job.close()
         if not work.has_snapshots():
             work.remove()
+        elif sys.exc_info()[0] is not None:
+            print(f"What is done is kept in {folder}: the same command goes on from there", file=sys.stderr)
         work.close()
 
 
@@ -159,6 +161,7 @@ class _Job:
             where = f"{files[at.file]}, line {at.line}" if at.file < len(files) else "the end of the input"
             print(f"Going on from {where}: {snapshot.totals.documents} documents are done", flush=True)
         self.last, self.committed = snapshot, snapshot
+        self.end_of_file: Snapshot | None = None  # not on the disk yet
         self.totals = snapshot.totals.copy()
         self.totals.earlier_documents, self.totals.earlier_bytes = self.totals.documents, self.totals.text_bytes
 
@@ -190,28 +193,31 @@ class _Job:
                     print(f"Opening {block.file}", flush=True)
                     if opened < 0:
                         print(f"Time to startup: {time.monotonic() - progress.start:.2f}", flush=True)
-                    elif self.last.position.file < number:
-                        self._commit(replace(self.last, position=Position(number)))
+                    if self.last.position.file < number:
+                        self.end_of_file = replace(self.last, position=Position(number))
                     opened = number
                 self._add(block, result)
                 self.last = Snapshot(block.next, self.totals.copy(), self._sizes())
                 if time.monotonic() - saved > _SECONDS_BETWEEN_SNAPSHOTS:
-                    self._commit(self.last)
+                    self._commit()
                     saved = time.monotonic()
                 progress(self.totals, block.read)
         finally:
             progress.close()
             with contextlib.suppress(OSError):  # a full disk is told by what met it
                 if self.last.totals.documents:
-                    self._commit(self.last)
+                    self._commit()
 
-    def _commit(self, snapshot: Snapshot) -> None:
-        if snapshot == self.committed:
+    def _commit(self) -> None:
+        """The state now, and that at the end of the file before: it holds even if this file is changed."""
+        if self.last == self.committed:
             return
         for writer in self._all():
             writer.sync()
-        self.work.commit(snapshot)
-        self.last = self.committed = snapshot
+        if self.end_of_file is not None:
+            self.work.commit(self.end_of_file)
+        self.work.commit(self.last)
+        self.committed, self.end_of_file = self.last, None
 
     def _add(self, block: Block, result: Tokenised) -> None:
         totals = self.totals

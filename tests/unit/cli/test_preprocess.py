@@ -4,9 +4,15 @@ import gzip
 import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_lite.cli import encoder, train_tokenizer
 from megatron_lite.cli import main as cli
@@ -195,6 +201,85 @@ def test_partitions_deal_lines_round_as_megatron_does(tmp_path, monkeypatch):
     for key in ("text", "n"):
         assert pair_bytes(tmp_path, "kept", key) == pair_bytes(tmp_path, "one", key)
     assert not list(tmp_path.glob("*.preprocess"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    files=st.lists(
+        st.lists(
+            st.one_of(
+                st.none(),  # a blank line
+                st.lists(st.integers(0, 99), max_size=3),  # a text
+                st.lists(st.lists(st.integers(0, 99), max_size=2), max_size=3),  # a list of texts
+            ),
+            max_size=7,
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    partitions=st.integers(1, 4),
+    append_eod=st.booleans(),
+    block=st.integers(1, 80),
+)
+def test_every_corpus_is_what_its_records_say(files, partitions, append_eod, block):
+    """Against the rules of a record, written out: any records, files, parts and blocks."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as monkeypatch:
+        folder = Path(name)
+        in_blocks_of(block, monkeypatch)
+        sources, parts, at = [], [[] for _ in range(partitions)], 0
+        for number, file in enumerate(files):
+            lines = []
+            for value in file or [None]:  # `write` ends an empty file with a line end: a blank line
+                part, at = at % partitions, at + 1
+                if value is None:
+                    lines.append(b" ")
+                    continue
+                texts = value if value and isinstance(value[0], list) else [value]
+                said = [" ".join(map(str, text)) for text in texts]
+                lines.append({"text": said if texts is value else said[0]})
+                document = [text for text in texts if text]
+                if document and append_eod:
+                    document[-1] = [*document[-1], 100]
+                parts[part].append(document)
+            sources.append(write(folder / f"{number}.jsonl", lines))
+        documents = sum(parts, [])
+        words = ["--input", *sources, "--partitions", str(partitions), *["--append-eod"] * append_eod, *NULL]
+        if not any(documents):
+            with pytest.raises(DataError, match="nothing was written"):
+                run(folder, *words, "--workers", "1")
+            return
+        assert run(folder, *words, "--workers", "1") == 0
+        assert sequences(folder) == sum(documents, [])
+        marks = IndexedDataset(str(folder / "out_text_document")).document_indices
+        assert np.diff(marks).tolist() == [len(document) for document in documents]
+
+
+def test_every_flag_of_megatrons_script_is_known():
+    """Of preprocess_data, its faster variant and older scripts; those of the tokenizer are TokenizerConfig's."""
+    known = {spelling for action in verb._parser()._actions for spelling in action.option_strings}
+    assert known >= set(
+        "--input --json-keys --split-sentences --keep-newlines --append-eod --lang --output-prefix --workers "
+        "--partitions --log-interval --keep-sequential-samples --find-optimal-num-workers --workers-to-check "
+        "--max-documents --dataset-impl --chunk-size --tokenizer-type --tokenizer-model --vocab-file --merge-file "
+        "--vocab-size --vocab-extra-ids --make-vocab-size-divisible-by".split()
+    )
+
+
+@pytest.mark.slow
+def test_C015_memory_does_not_grow_with_the_corpus(tmp_path):
+    """The peak of a run of ten times the documents is the same, but for less than 40 bytes a document (noise)."""
+    code = (
+        "import resource, sys; from megatron_lite.cli import main; status = main.main(sys.argv[1:]);"
+        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
+    )
+    peaks = []
+    for count in (20_000, 320_000):
+        (tmp_path / "in.jsonl").write_bytes(b'{"text": "7"}\n' * count)
+        words = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+        done = subprocess.run([sys.executable, "-c", code, "preprocess", *words, *NULL], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        peaks.append(1024 * int(done.stdout.split("peak ")[1]))
+    assert peaks[1] - peaks[0] < 40 * 300_000
 
 
 def test_find_optimal_num_workers_times_and_writes_nothing(tmp_path, capsys):

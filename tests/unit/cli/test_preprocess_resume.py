@@ -132,6 +132,7 @@ def test_only_what_is_still_true_is_used_again(tmp_path, monkeypatch, shards, ch
 
 
 def test_a_mended_line_costs_its_file_and_not_those_before(tmp_path, monkeypatch, shards):
+    in_blocks_of(60, monkeypatch)  # s2 is begun, and told in a snapshot, before its bad line is met
     good = (tmp_path / "s2.jsonl").read_bytes()
     (tmp_path / "s2.jsonl").write_bytes(good.replace(b'"2 9"', b'"2 x"'))
     words = ["--input", *shards, "--workers", "1", *NULL]
@@ -196,6 +197,24 @@ def test_killed_run_leaves_nothing_that_loads_and_no_process_and_the_next_one_fi
         "out_text_document.bin",
         "out_text_document.idx",
     ]
+
+
+def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path):
+    """The largest file that the process may write stands for the disk."""
+    source = write(tmp_path / "in.jsonl", [{"text": "abc " * 1000}] * 1500)
+    code = (
+        "import resource, sys; from megatron_lite.cli import main, preprocess;"
+        "preprocess._SECONDS_BETWEEN_SNAPSHOTS = -1;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), -1)); sys.exit(main.main(sys.argv[2:]))"
+    )
+    words = ["preprocess", "--input", source, "--output-prefix", str(tmp_path / "out"), "--workers", "1", *BYTES]
+    full = subprocess.run([sys.executable, "-c", code, "5000000", *words], capture_output=True, text=True, timeout=60)
+    assert full.returncode == 1 and "cannot write" in full.stderr and "goes on from there" in full.stderr
+    assert not list(tmp_path.glob("*.idx"))
+    rest = subprocess.run([sys.executable, "-c", code, "-1", *words], capture_output=True, text=True, timeout=60)
+    assert rest.returncode == 0 and "Going on from" in rest.stdout
+    assert run(tmp_path, *words[1:3], "--workers", "1", *BYTES, output="whole") == 0
+    assert pair_bytes(tmp_path, "out") == pair_bytes(tmp_path, "whole")
 
 
 def test_two_runs_at_once_do_not_write_into_each_other(tmp_path):
