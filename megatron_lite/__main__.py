@@ -4,4 +4,5 @@ import sys
 
 from megatron_lite.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":  # a verb may start processes, which import this file under another name
+    sys.exit(main())

@@ -31,6 +31,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "preprocess": ("megatron_lite.cli.preprocess", "JSONL -> tokenized .bin/.idx files for --data-path"),
     "data": ("megatron_lite.cli.data", "merge | inspect: work on .bin/.idx files"),
     "generate": ("megatron_lite.cli.generate", "prompt -> text, from a checkpoint"),
+    "verify": (
+        "megatron_lite.cli.verify",
+        "does a layout train what one process trains? Tries it with a small copy of your model",
+    ),
     "report": ("megatron_lite.cli.report", "loss.png and report.html of a run"),
 }
 

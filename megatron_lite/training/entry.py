@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_lite.enums import ModelType
-from megatron_lite.errors import ConfigError, MegatronLiteError
+from megatron_lite.errors import ConfigError, MegatronLiteError, PeerLost
 from megatron_lite.log import rank_and_world_size, say
 from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.launch import read_launch
+
+# A rank that lost another one knows less than the launcher, which ends all ranks when it sees who ended first. So it
+# holds its message back: the guilty rank's error is the first in the log, and mostly the only one.
+_WITNESS_WAITS_S = 5.0
 
 
 def pretrain(
@@ -51,6 +56,9 @@ def pretrain(
             process_non_loss_data_func,
         )
         finish()
+    except PeerLost as error:
+        time.sleep(_WITNESS_WAITS_S)
+        leave(error)
     except MegatronLiteError as error:
         leave(error)
     except KeyboardInterrupt:

@@ -1,0 +1,118 @@
+"""`megatron-lite verify <training flags>`: does this layout train what one process trains?
+
+    flags --scale down--> N processes of this machine under the layout --+
+                    \\---> one process without any layout                 +--> a table of the largest deviations
+
+Both run the steps of `pretrain_gpt.py` from the same first weights on the same samples. Compared are first weights (bit
+by bit), losses, the gradients of all steps, their norms, the weights after the last step, and whether ranks that hold
+copies hold the same. Exit status 0: all within tolerance; 1: not.
+
+A model in bf16 or fp16 is checked twice: in fp32, where a wrong formula shows, and in its own format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from argparse import Namespace
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import megatron_lite
+from megatron_lite.errors import ConfigError
+from megatron_lite.training.arguments import parse_args, validate_args
+from megatron_lite.training.layout_check import TOLERANCE, Tolerance, compare, table
+from megatron_lite.training.local_world import World
+from megatron_lite.training.record import Record, joined, record_rank
+from megatron_lite.training.scale_down import alone, scale_down, without_precision
+
+CHECKOUT = Path(megatron_lite.__file__).resolve().parent.parent
+_TIMEOUT_S = 300.0  # of the slowest machine's small run
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb."""
+    own, words = _parser().parse_known_args(list(argv))
+    given = parse_args(words)
+    small, changes = scale_down(given, _data_parallel_size(own, given), own.steps, own.max_processes)
+    script = own.script or CHECKOUT / "pretrain_gpt.py"
+    runs = {"fp32": without_precision(small)}
+    if small.bf16 or small.fp16:
+        runs["bf16" if small.bf16 else "fp16"] = small
+    for args in runs.values():  # mistakes are told here, once, and not by every process
+        with contextlib.redirect_stdout(None):
+            validate_args(deepcopy(args), small.world_size)
+            validate_args(alone(args), 1)
+
+    print(f"checking {_layout(small)} on {small.world_size} processes against one; not as in your run:")
+    for change in changes:
+        print(f"  {change}")
+    good = True
+    with World(1, _TIMEOUT_S) as one, World(small.world_size, _TIMEOUT_S) as many:
+        for precision, args in runs.items():
+            tolerance = TOLERANCE[precision]
+            if own.tolerance is not None and precision == "fp32":
+                tolerance = Tolerance(*[own.tolerance] * 4)
+            rows = compare(
+                _record(one, alone(args), script, own.steps), _record(many, args, script, own.steps), tolerance
+            )
+            print(f"\n{precision}: largest deviation, relative to one process")
+            print(table(rows))
+            good = good and all(row.is_ok for row in rows)
+    print("\nthis layout trains as one process does" if good else "\nthis layout does NOT train as one process does")
+    return 0 if good else 1
+
+
+def _record(world: World, args: Namespace, script: Path, steps: int) -> Record:
+    return joined(world.run(record_rank, args, str(script), steps))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "megatron-lite verify",
+        description="Train a small copy of your model under your layout, on processes of this machine, and in one "
+        "process, and compare. All other flags are those of training.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="processes of the real run (default: two copies of the model)"
+    )
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps (default: 5)")
+    parser.add_argument(
+        "--max-processes", type=int, default=8, metavar="N", help="most processes to start here (default: 8)"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help=f"of fp32, relative (default: {TOLERANCE['fp32'].losses:g})"
+    )
+    parser.add_argument("--script", type=Path, metavar="FILE", help="the training script (default: pretrain_gpt.py)")
+    return parser
+
+
+def _data_parallel_size(own: Namespace, given: Namespace) -> int:
+    """Copies of the model in the real run."""
+    ranks = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
+    if own.ranks is None:
+        return 2
+    if own.ranks < 1 or own.ranks % ranks:
+        raise ConfigError(
+            f"--ranks {own.ranks} with {ranks} rank(s) for one copy of the model",
+            why="ranks are copies times the ranks of one copy (tensor x pipeline x context)",
+            fix=f"--ranks {max(1, round(own.ranks / ranks)) * ranks}",
+        )
+    return own.ranks // ranks
+
+
+def _layout(args: Namespace) -> str:
+    sizes = {
+        "tp": args.tensor_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "cp": args.context_parallel_size,
+        "dp": args.data_parallel_size,
+    }
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one rank"]
+    if args.sequence_parallel:
+        words.append("sequence parallel")
+    if args.use_distributed_optimizer:
+        words.append("distributed optimizer")
+    return ", ".join(words)

@@ -1,0 +1,182 @@
+"""A run made small: the same structure under the same kind of layout, for a few processes of one machine.
+
+    model      few layers, narrow, short; kept are heads per group, groups to tensor-parallel ranks, MLP to hidden
+    layout     every dimension stays, with 2 ranks (tensor parallel up to 4) where it had more
+    training   a few steps on made-up samples, without dropout
+
+Model, optimizer and data-parallel settings are the user's; all else (files, evaluation, logging) has its default.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from copy import deepcopy
+
+from megatron_lite.config import flags_of
+from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_lite.errors import ConfigError
+from megatron_lite.optimizer.optimizer_config import OptimizerConfig
+from megatron_lite.training.arguments import parse_args
+from megatron_lite.training.configs import ModelConfig
+from megatron_lite.training.layout_check import EPSILON
+from megatron_lite.transformer.transformer_config import TransformerConfig
+
+SEQ_LENGTH = 32
+VOCABULARY = 256  # padded; a multiple of every scaled tensor-parallel size
+
+_KEPT = (TransformerConfig, ModelConfig, OptimizerConfig, DistributedDataParallelConfig)
+_KEPT_TOO = ("grad_reduce_in_bf16", "use_tp_pp_dp_mapping")
+# What a layout is made of: size -> how many ranks of it a scaled layout has at most.
+_SIZES = {
+    "tensor_model_parallel_size": 4,
+    "pipeline_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "data_parallel_size": 2,
+}
+_SHORT = dict(zip(_SIZES, ("tp", "pp", "cp", "dp")))
+
+
+def scale_down(given: Namespace, data_parallel_size: int, steps: int, max_ranks: int) -> tuple[Namespace, list[str]]:
+    """The arguments of the small run, not validated yet, and what was changed, a line each.
+
+    Args:
+        given: of `parse_args`, not validated; the model's shape must be there.
+        data_parallel_size: of the real run.
+        max_ranks: most processes that the small run may have.
+    Returns: arguments with `world_size` and `data_parallel_size` set; changes of the layout come first.
+    Raises: ConfigError when the layout cannot be made small enough.
+    """
+    missing = [
+        f"--{n.replace('_', '-')}" for n in ("num_layers", "hidden_size", "num_attention_heads") if not vars(given)[n]
+    ]
+    if missing:
+        raise ConfigError(
+            f"{' '.join(missing)}: not given", why="the model that is checked has the shape of yours", fix="add them"
+        )
+    small = parse_args([])
+    for config in _KEPT:
+        for flag in flags_of(config):
+            setattr(small, flag.dest, deepcopy(vars(given)[flag.dest]))
+    for name in _KEPT_TOO:
+        setattr(small, name, vars(given)[name])
+    changes = _layout(given, small, data_parallel_size, max_ranks)
+    changes += _model(given, small)
+    changes += _training(given, small, steps)
+    return small, changes
+
+
+def _layout(given: Namespace, small: Namespace, data_parallel_size: int, max_ranks: int) -> list[str]:
+    real = {name: vars(given).get(name, 1) for name in _SIZES} | {"data_parallel_size": data_parallel_size}
+    sizes = {name: _nearest(real[name], most) for name, most in _SIZES.items()}
+
+    def ranks() -> int:
+        total = 1
+        for size in sizes.values():
+            total *= size
+        return total
+
+    if ranks() > max_ranks:
+        sizes["tensor_model_parallel_size"] = _nearest(real["tensor_model_parallel_size"], 2)
+    if ranks() > max_ranks:
+        wanted = " x ".join(f"{_SHORT[name]} {size}" for name, size in sizes.items() if size > 1)
+        raise ConfigError(
+            f"this layout needs {ranks()} processes even when it is scaled down ({wanted}); the limit is {max_ranks}",
+            why="every dimension of the layout needs at least two ranks, or nothing of it is checked",
+            fix=f"--max-processes {ranks()}, or check fewer dimensions at once",
+        )
+    for name, size in sizes.items():
+        setattr(small, name, size)
+    small.world_size = ranks()
+    return [f"{_SHORT[name]} {size} instead of {real[name]}" for name, size in sizes.items() if size != real[name]]
+
+
+def _nearest(size: int, most: int) -> int:
+    """The largest size up to `most` that divides the real one; `most` if only 1 does."""
+    if size <= most:
+        return size
+    return next((n for n in range(most, 1, -1) if size % n == 0), most)
+
+
+def _model(given: Namespace, small: Namespace) -> list[str]:
+    tp, real_tp = small.tensor_model_parallel_size, given.tensor_model_parallel_size
+    stages = small.pipeline_model_parallel_size
+    small.num_layers = min(given.num_layers, max(2, stages))
+    small.encoder_num_layers = None
+
+    heads, hidden = given.num_attention_heads, given.hidden_size
+    groups = given.num_query_groups if given.group_query_attention else heads
+    small_groups = tp * min(groups // real_tp, 2) if groups >= real_tp else max(1, groups * tp // real_tp)
+    per_group = min(heads // groups, 4) if heads % groups == 0 else heads // groups
+    while (small_groups * per_group) % tp:  # fewer groups than ranks: heads must still divide
+        per_group += 1
+    small.num_attention_heads = small_groups * per_group
+    if given.group_query_attention:
+        small.num_query_groups = small_groups
+    head = given.kv_channels or hidden // heads
+    small_head = min(head, 8)
+    small.kv_channels = small_head
+    small.hidden_size = _multiple(hidden / (heads * head) * small.num_attention_heads * small_head, 8 * tp)
+    if given.ffn_hidden_size is not None:
+        small.ffn_hidden_size = _multiple(given.ffn_hidden_size / hidden * small.hidden_size, 8 * tp)
+    small.seq_length = SEQ_LENGTH
+    small.encoder_seq_length = None
+    small.max_position_embeddings = SEQ_LENGTH
+    small.recompute_num_layers = None if given.recompute_num_layers is None else 1
+    small.init_method_std = 0.1  # narrow layers need larger weights for gradients of a size
+    small.perform_initialization = True
+    small.padded_vocab_size = None
+    small.make_vocab_size_divisible_by = VOCABULARY // tp
+    small.vocab_size, small.tokenizer_type = VOCABULARY - 6, "NullTokenizer"
+    return [
+        f"{small.num_layers} layers of {small.hidden_size} with {small.num_attention_heads} heads in {small_groups} "
+        f"groups, instead of {given.num_layers} of {hidden} with {heads} in {groups}",
+        f"{SEQ_LENGTH} tokens of a vocabulary of {VOCABULARY}",
+    ]
+
+
+def _multiple(value: float, of: int) -> int:
+    return max(of, round(value / of) * of)
+
+
+def _training(given: Namespace, small: Namespace, steps: int) -> list[str]:
+    small.mock_data, small.num_workers, small.eval_iters = True, 0, 0
+    small.train_iters = steps
+    small.micro_batch_size = min(given.micro_batch_size or 1, 2)
+    microbatches = 2 * small.pipeline_model_parallel_size
+    small.global_batch_size = small.micro_batch_size * small.data_parallel_size * microbatches
+    small.seed = given.seed
+    small.lr, small.min_lr, small.adam_eps = 1e-3, 1e-4, EPSILON
+    small.decoupled_lr = small.decoupled_min_lr = None
+    small.hidden_dropout = small.attention_dropout = 0.0
+    small.timing_log_level = 0
+    if small.fp16 and small.loss_scale is None:
+        small.loss_scale = 1024.0
+    if small.ddp_num_buckets is None:
+        small.ddp_bucket_size = 10_000  # several buckets, as in the real run
+    return [f"{steps} steps, learning rate 1e-3, epsilon of Adam {EPSILON:g}, no dropout"]
+
+
+def without_precision(args: Namespace) -> Namespace:
+    """The same run in fp32."""
+    plain = deepcopy(args)
+    plain.fp16 = plain.bf16 = plain.grad_reduce_in_bf16 = plain.fp16_lm_cross_entropy = False
+    plain.fp32_residual_connection = False
+    plain.loss_scale = None
+    return plain
+
+
+def alone(args: Namespace) -> Namespace:
+    """The same training in one process: no layout, and nothing of what may only change speed and memory."""
+    one = deepcopy(args)
+    for name in _SIZES:
+        setattr(one, name, 1)
+    one.world_size = 1
+    one.sequence_parallel = one.gradient_accumulation_fusion = one.recompute_activations = False
+    one.expert_model_parallel_size, one.expert_tensor_parallel_size = 1, None
+    one.recompute_granularity = one.recompute_method = one.recompute_num_layers = one.recompute_modules = None
+    one.make_vocab_size_divisible_by = VOCABULARY
+    keep = one.accumulate_allreduce_grads_in_fp32
+    for flag in flags_of(DistributedDataParallelConfig):
+        setattr(one, flag.dest, deepcopy(flag.default))
+    one.accumulate_allreduce_grads_in_fp32 = keep
+    return one

@@ -1,0 +1,201 @@
+"""The matrix of layouts: every row trains the same model as one process does.
+
+    Layout (a row)  --flags-->  arguments  -->  record_rank on every rank of a gloo world  -->  joined
+                                                                                                  |  compare
+                                one process, once for each model and precision  ------------------+
+
+A row is data. A new dimension is a field here with its flags, and rows in the list of its test; nothing else changes.
+What runs is what `pretrain_gpt.py` runs: start-up, DDP, optimizer, schedule, data, `train_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.training.arguments import parse_args
+from megatron_lite.training.layout_check import EPSILON, TOLERANCE, Deviation, compare
+from megatron_lite.training.local_world import World
+from megatron_lite.training.record import RankRecord, Record, joined, record_rank
+
+SCRIPT = Path(__file__).parents[2] / "pretrain_gpt.py"
+STEPS = 5
+
+# Eight heads in four groups, 256 tokens of vocabulary: all divide by 4. Norms above the clipping bound, so that a wrong
+# norm changes the weights.
+_SHAPE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --max-position-embeddings 16
+    --global-batch-size 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 250
+    --num-workers 0 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1 --train-iters {STEPS} --weight-decay 0.1
+    --clip-grad 0.5 --adam-eps {EPSILON} --seed 1234"""
+MODELS = {
+    "gpt2": _SHAPE,
+    "llama": f"""{_SHAPE} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+        --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --ffn-hidden-size 96""",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is laid out and computed. The defaults are one process that does nothing special.
+
+    flags: more words of the command line, for what has no field.
+    """
+
+    model: str = "gpt2"
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    dp: int = 1
+    distributed_optimizer: bool = False
+    optimizer_instances: int = 1
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    bucket_size: int | None = None
+    average_in_collective: bool = False
+    recompute: str = "none"
+    fusion: bool = True
+    per_token_loss: bool = False
+    micro_batch_size: int = 2
+    precision: str = "fp32"
+    flags: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def reference(self) -> Layout:
+        """The same training in one process, without anything that must not change it."""
+        return Layout(
+            model=self.model,
+            precision=self.precision,
+            per_token_loss=self.per_token_loss,
+            fusion=False,
+            flags=self.flags,
+        )
+
+    def words(self) -> list[str]:
+        """The command line."""
+        words = MODELS[self.model].split() + ["--micro-batch-size", str(self.micro_batch_size)]
+        words += ["--make-vocab-size-divisible-by", str(256 // self.tp)]  # padded to 256 under every layout
+        sizes = {
+            "tensor-model-parallel-size": self.tp,
+            "pipeline-model-parallel-size": self.pp,
+            "context-parallel-size": self.cp,
+            "expert-model-parallel-size": self.ep,
+            "num-distributed-optimizer-instances": self.optimizer_instances,
+        }
+        words += [word for flag, size in sizes.items() if size > 1 for word in (f"--{flag}", str(size))]
+        if self.vpp is not None:
+            words += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        if self.etp is not None:
+            words += ["--expert-tensor-parallel-size", str(self.etp)]
+        if self.bucket_size is not None:
+            words += ["--ddp-bucket-size", str(self.bucket_size)]
+        switches = {
+            "sequence-parallel": self.sp,
+            "use-distributed-optimizer": self.distributed_optimizer,
+            "overlap-grad-reduce": self.overlap_grad_reduce,
+            "overlap-param-gather": self.overlap_param_gather,
+            "ddp-average-in-collective": self.average_in_collective,
+            "calculate-per-token-loss": self.per_token_loss,
+            "no-gradient-accumulation-fusion": not self.fusion,
+            "bf16": self.precision == "bf16",
+        }
+        words += [f"--{flag}" for flag, on in switches.items() if on]
+        words += {
+            "none": [],
+            "selective": ["--recompute-granularity", "selective"],
+            "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
+        }[self.recompute]
+        return words + list(self.flags)
+
+    def __str__(self) -> str:
+        """For a test's id: what differs from the defaults."""
+        parts = []
+        for name, default in vars(Layout()).items():
+            value = getattr(self, name)
+            if value != default:
+                short = name.replace("distributed_optimizer", "zero1").replace("overlap_", "")
+                off = value is False
+                parts.append(f"no-{short}" if off else short if value is True else f"{short}={value}")
+        return "-".join(parts).replace("model=", "").replace("recompute=", "") or "plain"
+
+
+def run(layout: Layout, steps: int = STEPS, record: Callable[..., RankRecord] = record_rank, *more: Any) -> RankRecord:
+    """One rank's part, inside a world of `layout.world_size`.
+
+    Args:
+        record: `record_rank`, or a function of a test that calls it with a fault in place.
+        more: its further arguments.
+    """
+    return record(parse_args(layout.words()), str(SCRIPT), steps, *more)
+
+
+class Matrix:
+    """Runs rows on worlds, against references that are made once.
+
+    Args:
+        world: size -> World.
+    """
+
+    def __init__(self, world: Callable[[int], World]):
+        self.world = world
+        self._reference = functools.lru_cache(maxsize=None)(self.record)
+
+    def record(self, layout: Layout, steps: int = STEPS, *more: Any) -> Record:
+        """The run of a row."""
+        return joined(self.world(layout.world_size).run(run, layout, steps, *more))
+
+    def check(self, layout: Layout, steps: int = STEPS, *more: Any) -> list[Deviation]:
+        """A row against one process. Further arguments as those of `run`."""
+        reference = self._reference(layout.reference, steps)
+        return compare(reference, self.record(layout, steps, *more), TOLERANCE[layout.precision])
+
+
+def fit(rows: list[Layout], **choices: list[Any]) -> list[Layout]:
+    """The rows, each with one value of every further dimension, so that every pair of values occurs.
+
+    All values of the choices take turns; a pair (a value of one dimension, a value of another) that no row has yet
+    makes the choice. Rows are added where a pair is still missing.
+    """
+    names = list(choices)
+    dimensions = {name: {getattr(row, name) for row in rows} for name in vars(Layout()) if name not in choices}
+    varied = [name for name, values in dimensions.items() if len(values) > 1]
+    seen: set[tuple[str, Any, str, Any]] = set()
+
+    def pairs(row: Layout) -> set[tuple[str, Any, str, Any]]:
+        keys = [*varied, *names]
+        return {
+            (a, getattr(row, a), b, getattr(row, b)) for i, a in enumerate(keys) for b in keys[i + 1 :] if b in names
+        }
+
+    def candidates(row: Layout) -> list[Layout]:
+        found = [row]
+        for name in names:
+            found = [replace(r, **{name: value}) for r in found for value in choices[name]]
+        return found
+
+    wanted = {pair for row in rows for candidate in candidates(row) for pair in pairs(candidate)}
+    result = []
+    for row in rows:
+        best = max(candidates(row), key=lambda candidate: len(pairs(candidate) - seen))
+        seen |= pairs(best)
+        result.append(best)
+    while wanted - seen:
+        best = max(
+            (candidate for row in rows for candidate in candidates(row)),
+            key=lambda candidate: (len(pairs(candidate) - seen), -candidate.world_size),
+        )
+        seen |= pairs(best)
+        result.append(best)
+    return result
