@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_lite.errors import ConfigError
+from megatron_lite.fusions.adam import packaged_adam
+from megatron_lite.log import print_rank_0
 from megatron_lite.optimizer.flat_shard import FlatShard
 from megatron_lite.optimizer.lion import Lion
 from megatron_lite.optimizer.muon import Matrix, Muon, PartExchange
@@ -98,14 +100,33 @@ def _elementwise(config: OptimizerConfig, groups: Groups, shards: Sequence[FlatS
     elif _is_reduced(config):
         optimizer = ReducedAdam(settings, lr, betas, config.adam_eps, config.decoupled_weight_decay)
     else:
-        adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        optimizer = adam(settings, lr=lr, betas=betas, eps=config.adam_eps, fused=True)
+        optimizer = _adam(config, settings, shards)
     _add_states(optimizer, names, groups, shards)
-    if kind == "adam":
+    if kind == "adam" and "step" not in optimizer.param_groups[0]:
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 optimizer.state[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
     return optimizer
+
+
+def _adam(
+    config: OptimizerConfig, settings: list[dict[str, Any]], shards: Sequence[FlatShard]
+) -> torch.optim.Optimizer:
+    """A package's kernel where all of the state is on a GPU and there is one, else torch's."""
+    lr, betas, eps, decoupled = (
+        config.lr or 0.0,
+        (config.adam_beta1, config.adam_beta2),
+        config.adam_eps,
+        config.decoupled_weight_decay,
+    )
+    places = {shard.main.device.type for shard in shards}
+    packaged: Any = packaged_adam(places.pop()) if len(places) == 1 else None
+    if packaged is not None:
+        print_rank_0(f"> Adam is {packaged.__qualname__}")
+        steps = [{**group, "step": 0} for group in settings]  # it counts by group
+        return packaged(steps, lr=lr, betas=betas, eps=eps, adam_w_mode=decoupled)
+    adam = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return adam(settings, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def _is_reduced(config: OptimizerConfig) -> bool:

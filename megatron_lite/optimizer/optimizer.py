@@ -250,6 +250,9 @@ class MegatronOptimizer:
                 for values in optimizer.state.values():
                     if "step" in values:
                         values["step"].fill_(state["step"])
+                for group in optimizer.param_groups:
+                    if "step" in group:
+                        group["step"] = int(state["step"])
         if self.grad_scaler is not None and state["grad_scaler"]:
             self.grad_scaler.load_state_dict(state["grad_scaler"])
 

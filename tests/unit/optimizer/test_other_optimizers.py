@@ -1,13 +1,17 @@
 """Lion, Muon, Adam with 16-bit moments and state on the host: against formulas, torch.optim and decompositions."""
 
+import sys
+import types
+
 import pytest
 import torch
 from torch import nn
 
 from megatron_lite.distributed.buffer_layout import Range
 from megatron_lite.errors import ConfigError
+from megatron_lite.fusions.adam import packaged_adam
 from megatron_lite.model_parallel_config import ModelParallelConfig
-from megatron_lite.optimizer import OptimizerConfig
+from megatron_lite.optimizer import OptimizerConfig, inner
 from megatron_lite.optimizer import builder as builder_module
 from megatron_lite.optimizer.flat_shard import divide_for_host
 from megatron_lite.optimizer.orthogonal import orthogonalize, scale_of
@@ -144,6 +148,59 @@ def test_muon_takes_queries_keys_and_values_apart(split):
     for part in rows if split else [list(range(24))]:
         expected = orthogonalize(grad[part]) * scale_of(len(part), 8, "spectral")
         torch.testing.assert_close(moved[part], expected, atol=1e-5, rtol=1e-5)
+
+
+class _FusedAdam(torch.optim.Optimizer):
+    """The interface of apex's FusedAdam: steps by group, states made at the first step unless they are there."""
+
+    def __init__(self, params, lr, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure=None, grads=None, output_params=None, scale=None, grad_norms=None, grad_scaler=None):
+        assert grads is None and output_params is None and scale is None and grad_norms is None
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            (b1, b2), n = group["betas"], group["step"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p).float(), torch.zeros_like(p).float()
+                g = p.grad if self.adam_w_mode else p.grad + group["weight_decay"] * p
+                m, v = state["exp_avg"].lerp_(g, 1 - b1), state["exp_avg_sq"].mul_(b2).addcmul_(g, g, value=1 - b2)
+                update = (m / (1 - b1**n)) / ((v / (1 - b2**n)).sqrt() + group["eps"])
+                p.sub_(group["lr"] * (update + (group["weight_decay"] * p if self.adam_w_mode else 0.0)))
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_packages_fused_adam_is_taken_on_a_gpu_and_steps_and_resumes_like_torchs(monkeypatch, decoupled):
+    """Clipped, over a resume. (The kernels themselves need a GPU: the class here has apex's interface.)"""
+    options = dict(decoupled_weight_decay=decoupled, clip_grad=0.5)
+    ddp, optimizer = wrap(SmallModel(), optimizer=options)
+    expected = [train_step(ddp, optimizer, [rows_of(step, 8)])[1] for step in range(4)]
+    apex = types.ModuleType("apex.optimizers")
+    apex.FusedAdam = _FusedAdam
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", None)
+    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", apex)
+    packaged_adam.cache_clear()
+    try:
+        assert packaged_adam("cpu") is None
+        found = packaged_adam("cuda")
+    finally:
+        packaged_adam.cache_clear()
+    assert issubclass(found, _FusedAdam)
+    monkeypatch.setattr(inner, "packaged_adam", lambda device_type: found)
+    other, packaged = wrap(SmallModel(), optimizer=options)
+    norms = [train_step(other, packaged, [rows_of(step, 8)])[1] for step in range(2)]
+    resumed_model, resumed = wrap(SmallModel(seed=3), optimizer=options)
+    resumed_model.load_state_dict(other.state_dict())
+    resumed.load_state_dict(packaged.state_dict())
+    norms += [train_step(resumed_model, resumed, [rows_of(step, 8)])[1] for step in range(2, 4)]
+    assert isinstance(resumed.optimizer, _FusedAdam) and norms == pytest.approx(expected, rel=1e-5)
+    for p, q in zip(ddp.module.parameters(), resumed_model.module.parameters()):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
 
 
 # -- number formats and place --------------------------------------------------------------------------------------
