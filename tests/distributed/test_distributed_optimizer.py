@@ -98,11 +98,12 @@ def test_sharded_equals_plain_bit_for_bit(world, dp, instances):
             assert torch.equal(b, c)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("grads_in_fp32", [True, False])
-def test_c083_norms_of_sharded_and_plain_agree_for_20_steps_in_bf16(world, grads_in_fp32):
-    options = dict(grad_reduce_in_fp32=grads_in_fp32)
-    plain = world(2).run(_train, options, torch.bfloat16, 2, 20)
-    shards = world(2).run(_train, OVERLAP | options | dict(bucket_size=64), torch.bfloat16, 2, 20)
+def test_c083_norms_of_sharded_and_plain_agree_for_20_steps_in_16_bits(world, grads_in_fp32, dtype):
+    options, scale = dict(grad_reduce_in_fp32=grads_in_fp32), dict(initial_loss_scale=64.0, loss_scale_window=5)
+    plain = world(2).run(_train, options, dtype, 2, 20, scale)
+    shards = world(2).run(_train, OVERLAP | options | dict(bucket_size=64), dtype, 2, 20, scale)
     for (norms, losses, weights), (their_norms, their_losses, their_weights) in zip(plain, shards):
         assert norms == pytest.approx(their_norms, rel=1e-5) and losses == pytest.approx(their_losses, rel=1e-2)
         for a, b in zip(weights, their_weights):
