@@ -13,7 +13,6 @@ from __future__ import annotations
 import bz2
 import glob
 import gzip
-import importlib.util
 import io
 import json
 import lzma
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_lite.cli.optional import installed
 from megatron_lite.errors import ConfigError, DataError
 
 # Lines travel to the workers in blocks of about this size: large enough that the trip costs nothing.
@@ -74,7 +74,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
         files += found
     for file in files:
         package = _PACKAGES.get(Path(file).suffix)
-        if package is not None and importlib.util.find_spec(package) is None:
+        if package is not None and not installed(package):
             raise ConfigError(
                 f"--input {file} needs the package {package}, which is not installed",
                 why="plain, .gz, .bz2 and .xz files need none",

@@ -355,6 +355,8 @@ def _parser() -> _Parser:
     group = parser.add_argument_group("tokenizer")
     for flag_of_config in flags_of(TokenizerConfig):
         flag_of_config.add_to(group)
+    # Older scripts have it under this name.
+    parser.add_argument("--vocab", dest="vocab_file", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 

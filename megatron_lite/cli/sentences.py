@@ -9,11 +9,11 @@ where another one stopped must have the same. Neither is downloaded.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
+from megatron_lite.cli.optional import installed
 from megatron_lite.errors import ConfigError
 
 SPLITTERS = ("auto", "punkt", "sentencex")
@@ -93,7 +93,7 @@ class _Missing(Exception):
 
 
 def _punkt(language: str) -> Callable[[str], Iterator[tuple[int, int]]]:
-    if importlib.util.find_spec("nltk") is None:
+    if not installed("nltk"):
         raise _Missing("the package nltk is not installed")
     from nltk.tokenize.punkt import PunktTokenizer
 
@@ -104,7 +104,7 @@ def _punkt(language: str) -> Callable[[str], Iterator[tuple[int, int]]]:
 
 
 def _sentencex(code: str) -> Callable[[str], Iterator[tuple[int, int]]]:
-    if importlib.util.find_spec("sentencex") is None:
+    if not installed("sentencex"):
         raise _Missing("the package sentencex is not installed")
     if not 2 <= len(code) <= 3:
         raise _Missing(f"{code!r} is no code of a language; known by name are {', '.join(_CODES)}")

@@ -62,6 +62,24 @@ def test_C139_a_feature_names_the_package_that_it_lacks(bare, tmp_path):
         assert str(extra[0]) in done.err or str(extra[1]) in done.err
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "package"),
+    [
+        ("in.jsonl.zst", [], "zstandard"),
+        ("in.parquet", [], "pyarrow"),
+        ("in.jsonl", ["--split-sentences"], "sentencex"),
+    ],
+)
+def test_C139_preprocess_names_the_package_that_it_lacks(tmp_path, name, flags, package):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "sitecustomize.py").write_text(BARE.replace("OPTIONAL = {", f'OPTIONAL = {{"{package}", '))
+    bare = {"PYTHONPATH": str(tmp_path / "bare")}
+    (tmp_path / name).write_bytes(b'{"text": "One. Two."}\n')
+    words = ["--input", str(tmp_path / name), "--output-prefix", str(tmp_path / "out"), *flags]
+    done = _python(["-m", "megatron_lite", "preprocess", "--tokenizer-type", "ByteTokenizer", *words], bare)
+    assert done.returncode == 2 and f"pip install {package}" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_C140_gradient_accumulation_fusion_needs_no_extension_and_changes_no_number():
     """Relative 1e-5: fused, a weight gradient is added inside the product, which may round another way."""
     with_fusion = run(*TINY, "--train-iters", 3).ok()

@@ -263,6 +263,9 @@ def test_every_flag_of_megatrons_script_is_known():
         "--max-documents --dataset-impl --chunk-size --tokenizer-type --tokenizer-model --vocab-file --merge-file "
         "--vocab-size --vocab-extra-ids --make-vocab-size-divisible-by".split()
     )
+    words = ["--input", "x", "--output-prefix", "y"]
+    assert verb._parser().parse_args([*words, "--vocab", "v.txt"]).vocab_file == "v.txt"
+    assert verb._parser().parse_args(words).vocab_file is None
 
 
 @pytest.mark.slow

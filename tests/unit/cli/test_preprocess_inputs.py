@@ -111,7 +111,7 @@ def test_file_of_another_kind_is_named(tmp_path, ending, pack):
 
 @pytest.mark.parametrize(("name", "needs"), [("in.jsonl.zst", "zstandard"), ("in.parquet", "pyarrow")])
 def test_missing_package_is_named_before_anything_is_read(tmp_path, monkeypatch, name, needs):
-    monkeypatch.setattr(jsonl.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(jsonl, "installed", lambda package: False)
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ConfigError, match=f"{name} needs the package {needs}") as error:
         find_inputs([str(tmp_path / name)])

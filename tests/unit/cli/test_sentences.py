@@ -111,7 +111,7 @@ def punkt(monkeypatch):
     for name in ("nltk", "nltk.tokenize"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", fake)
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name == "nltk" or None)
+    monkeypatch.setattr(module, "installed", lambda name: name == "nltk")
     monkeypatch.setattr(module, "version", lambda name: "3.9")
 
 
