@@ -100,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         for group, tensor in self._segments():
             matrix = self._matrices[tensor]
             direction = whole.pop(matrix.param) if matrix.param in split else self._direction(tensor)
-            with matmul_precision(self._matmul):
+            with matmul_precision(self._matmul, tensor.device.type):
                 update = self._orthogonal(direction.view(matrix.param.shape), matrix).reshape(-1)
             tensor.mul_(1.0 - group["lr"] * group["weight_decay"])
             tensor.add_(update[matrix.in_param.start : matrix.in_param.end], alpha=-group["lr"])

@@ -65,7 +65,7 @@ class OptimizerConfig:
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_fp32_matmul_prec: str = flag(
-        "medium", "Muon: precision of fp32 products where the device has several.", choices=("low", "medium", "high")
+        "medium", "Muon: precision of fp32 products on a GPU: bf16, bf16, tf32.", choices=("low", "medium", "high")
     )
     muon_coefficient_type: str = flag("quintic", "Muon: the polynomial: simple, quintic or polar_express.")
     muon_num_ns_steps: int = flag(5, "Muon: steps of the polynomial iteration.")

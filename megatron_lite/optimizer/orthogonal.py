@@ -89,10 +89,12 @@ def scale_of(rows: int, columns: int, mode: str) -> float:
 
 
 @contextmanager
-def matmul_precision(name: str) -> Iterator[None]:
-    """fp32 products as the device does them: low and medium in bf16, high in tf32, where it has these."""
+def matmul_precision(name: str, device_type: str) -> Iterator[None]:
+    """fp32 products on a GPU: low and medium in bf16, high in tf32. On a CPU they stay fp32: a CPU with AMX would round
+    to bf16 as well, and runs on two machines, or in two layouts, would drift apart."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if name == "high" else "medium")
+    gpu = "high" if name == "high" else "medium"
+    torch.set_float32_matmul_precision("highest" if device_type == "cpu" else gpu)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.optimizer import OptimizerConfig, inner
 from megatron_lite.optimizer import builder as builder_module
 from megatron_lite.optimizer.flat_shard import divide_for_host
-from megatron_lite.optimizer.orthogonal import orthogonalize, scale_of
+from megatron_lite.optimizer.orthogonal import matmul_precision, orthogonalize, scale_of
 from tests.unit.optimizer.models import SmallModel, rows_of, train_step, wrap
 
 SHARDED = dict(use_distributed_optimizer=True)
@@ -65,6 +65,19 @@ def test_orthogonalize_moves_every_singular_value_to_about_one(shape, kind, step
     assert torch.linalg.matrix_norm(result - u @ v, 2) < error
     with pytest.raises(ConfigError, match="muon-coefficient-type cubic"):
         orthogonalize(x, coefficient_type="cubic")
+
+
+def test_products_on_a_cpu_stay_fp32_and_the_setting_is_put_back():
+    """A CPU with AMX multiplies in bf16 when torch is told `medium`, which is Megatron's default here."""
+    a = _matrix(256, 256)
+    exact = (a.double() @ a.double()).float()
+    before = torch.get_float32_matmul_precision()
+    for name, on_gpu in (("low", "medium"), ("medium", "medium"), ("high", "high")):
+        with matmul_precision(name, "cpu"):
+            torch.testing.assert_close(a @ a, exact, rtol=1e-4, atol=1e-4)
+        with matmul_precision(name, "cuda"):
+            assert torch.get_float32_matmul_precision() == on_gpu
+    assert torch.get_float32_matmul_precision() == before
 
 
 def test_a_zero_gradient_moves_nothing():
