@@ -81,9 +81,6 @@ class BucketGroup:
         """
         if not self.is_last_microbatch:
             return
-        self._arrived[param] += 1
-        if self._expected is None:
-            return
         if self._grads is not None:
             raise RankFailure(
                 f"the gradient of {self._names[param]} came after its bucket had been sent",
@@ -91,6 +88,9 @@ class BucketGroup:
                 "each parameter equally often",
                 fix="run without --overlap-grad-reduce",
             )
+        self._arrived[param] += 1
+        if self._expected is None:
+            return
         if self._arrived[param] == self._expected[param]:
             self._missing -= 1
             if self._missing == 0:
@@ -172,16 +172,11 @@ class BucketGroup:
 
         Raises: RankFailure naming parameters whose gradient never came (with overlap).
         """
-        if not self.ddp_config.overlap_grad_reduce:
-            if self._grads is None:
-                self.start_grad_sync(force_all_reduce)
-        elif self._expected is None:
-            self._check_complete(dict.fromkeys(self._names, 1))
-            self._expected = dict(self._arrived)
-            if self._grads is None:
-                self.start_grad_sync(force_all_reduce)
-        elif self._grads is None:
-            self._check_complete(self._expected)
+        if self._grads is None:  # nobody has started it: the hooks in backward, or a schedule
+            if self.ddp_config.overlap_grad_reduce:
+                self._check_complete(self._expected or dict.fromkeys(self._names, 1))
+                self._expected = dict(self._arrived)
+            self.start_grad_sync(force_all_reduce)
         assert self._grads is not None
         self._grads.wait()
         self._grads = None

@@ -155,15 +155,16 @@ class DistributedDataParallel(nn.Module):
             return group_size(self.pg_collection.expt_dp) / dp_cp if is_expert else 1.0
         return 1.0 / dp_cp
 
-    def _hook(self, param: nn.Parameter, group: BucketGroup) -> Callable[..., None]:
+    def _hook(self, param: Any, group: BucketGroup) -> Callable[..., None]:
         """Called by autograd when a backward has computed all of `param`'s gradient."""
         overlap = self.ddp_config.overlap_grad_reduce
 
         def hook(*_: Any) -> None:
             grad = param.grad
             if grad is not None:
-                if not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
-                    param.main_grad.add_(grad)  # type: ignore[attr-defined]
+                # Transformer Engine marks a weight for which it returns zeros, so that other uses of it are added.
+                if not param.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False):
+                    param.main_grad.add_(grad)
                 param.grad = None
             if overlap:
                 group.register_grad_ready(param, self.force_all_reduce)

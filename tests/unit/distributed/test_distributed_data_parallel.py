@@ -131,6 +131,59 @@ def test_a_second_unfused_use_of_a_fused_weight_is_added():
     torch.testing.assert_close(ddp.module.weight.main_grad, expected, atol=1e-6, rtol=1e-6)
 
 
+def test_zeros_that_stand_in_for_a_fused_gradient_carry_the_other_uses_along():
+    """As Transformer Engine does for a tied weight: `zero_out_wgrad`."""
+    ddp = _wrap(nn.Linear(1, 1, bias=False))
+    weight = ddp.module.weight
+    ddp.zero_grad_buffer()
+    weight.main_grad.fill_(3.0)
+    weight.grad_added_to_main_grad = True
+    (2 * weight).sum().backward()
+    assert weight.main_grad.item() == 3.0  # without the mark the gradient is a stand-in
+    weight.zero_out_wgrad = True
+    (2 * weight).sum().backward()
+    assert weight.main_grad.item() == 5.0
+
+
+def test_a_reduction_that_a_schedule_starts_is_not_started_again():
+    """`grad_sync_func`: all chunks of all stages at once, after a backward under `no_sync`."""
+    ddp = _wrap(overlap_grad_reduce=True, bucket_size=60)
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        with ddp.no_sync():
+            ddp.module.loss(rows_of(step, 4)).backward()
+        ddp.start_grad_sync()
+        ddp.finish_grad_sync()
+    with pytest.raises(RankFailure, match="came after its bucket had been sent"):
+        ddp.zero_grad_buffer()
+        ddp.start_grad_sync()
+        ddp.module.loss(rows_of(0, 4)).backward()
+
+
+def test_tied_weights_have_one_place_and_the_gradient_of_both_uses():
+    """Would show: a parameter in two buckets, or a bucket that waits for a second gradient."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.head = nn.Embedding(13, 7), nn.Linear(7, 13, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, rows):
+            return self.head(self.table(rows))
+
+    ddp, reference = _wrap(Tied(), overlap_grad_reduce=True, bucket_size=1), Tied()
+    assert len(ddp.bucket_groups) == 1
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        reference.zero_grad()
+        for model in (ddp, reference):
+            model(rows_of(step, 4)).square().mean().backward()
+        ddp.finish_grad_sync()
+        torch.testing.assert_close(ddp.module.table.weight.main_grad, reference.table.weight.grad)
+
+
 class _Partly(nn.Module):
     """Uses `sometimes` only when told to."""
 
