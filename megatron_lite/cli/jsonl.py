@@ -68,8 +68,10 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         found = [pattern] if Path(pattern).is_file() else sorted(f for f in glob.glob(pattern) if Path(f).is_file())
         if not found:
+            folder = Path(pattern).is_dir()
             raise DataError(
-                f"--input {pattern}: there is no such file", fix="give a .jsonl or .jsonl.gz file, or a glob"
+                f"--input {pattern}: {'a folder is no file' if folder else 'there is no such file'}",
+                fix=f"--input '{pattern}/*.jsonl'" if folder else "give a .jsonl or .jsonl.gz file, or a glob",
             )
         files += found
     for file in files:

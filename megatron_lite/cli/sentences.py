@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
+from megatron_lite.cli.jsonl import BadLine
 from megatron_lite.cli.optional import installed
 from megatron_lite.errors import ConfigError
 
@@ -40,6 +41,10 @@ _CODES = {
     "swedish": "sv",
     "turkish": "tr",
 }
+# sentencex (1.0) panics at white space of several bytes after an initial; the text itself keeps its characters.
+_ONE_BYTE_SPACES = {
+    code: "\n" if chr(code) in "\u0085\u2028\u2029" else " " for code in range(128, 0x3001) if chr(code).isspace()
+}
 _LONGEST = 1_000_000  # characters; a longer text is cut there first, as Megatron-LM does
 
 
@@ -51,7 +56,8 @@ class SentenceSplitter:
         lang: a language by its English name, or by its code.
         keep_newlines: the white space after a sentence stays with it; otherwise it is dropped.
 
-    Raises: ConfigError if the package, its data or the language is missing.
+    Raises: ConfigError if the package, its data or the language is missing. Called: BadLine for a text that the
+        package fails on.
     """
 
     def __init__(self, kind: str, lang: str, keep_newlines: bool):
@@ -113,11 +119,18 @@ def _sentencex(code: str) -> Callable[[str], Iterator[tuple[int, int]]]:
     segment: Any = sentencex.segment
 
     def spans(text: str) -> Iterator[tuple[int, int]]:
+        text = text.translate(_ONE_BYTE_SPACES)
+        try:
+            sentences = segment(code, text)
+        except BaseException as error:  # a panic of its Rust code is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise BadLine(f"sentencex cannot split it ({error})") from None
         at = 0
-        for sentence in segment(code, text):
+        for sentence in sentences:
             found = text.find(sentence, at)
             if found < 0:  # it would be lost text
-                raise RuntimeError(f"sentencex returned {sentence[:40]!r}, which is not in the text")
+                raise BadLine(f"sentencex made {sentence[:40]!r} of it, which is not in the text")
             at = found + len(sentence)
             yield found, at
 

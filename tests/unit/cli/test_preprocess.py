@@ -351,6 +351,9 @@ def test_obsolete_flag_says_that_it_has_no_effect(tmp_path, capsys):
 def test_input_that_is_not_there_is_named(tmp_path):
     with pytest.raises(DataError, match="nothere.jsonl"):
         run(tmp_path, "--input", str(tmp_path / "nothere.jsonl"), *BYTES)
+    with pytest.raises(DataError, match="a folder is no file") as error:
+        run(tmp_path, "--input", str(tmp_path), *BYTES)
+    assert f"{tmp_path}/*.jsonl" in error.value.fix
 
 
 def test_torn_gzip_is_named(tmp_path):

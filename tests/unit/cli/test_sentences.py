@@ -3,13 +3,16 @@
 import importlib.util
 import subprocess
 import sys
+import types
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_lite.cli import sentences as module
 from megatron_lite.cli.sentences import SentenceSplitter
 from megatron_lite.datasets.indexed_dataset import IndexedDataset
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.tokenizers.byte_level import ByteTokenizer
 from tests.unit.cli.test_preprocess import BYTES, in_blocks_of, run, write
 
@@ -72,6 +75,50 @@ def test_no_text_is_lost_and_long_texts_are_cut_first(monkeypatch):
 
 
 @sentencex
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [*'abX.!?。！…\n\r\t\x00\u2028\u2029\u200b\ufeff\u00a0\u3000\x85 1()[]"«»’*-äИ中हि।🍎\u0301', "Dr. ", "J. "]
+        ),
+        max_size=60,
+    ),
+    st.sampled_from(["en", "de", "ru", "hi", "zh", "xx"]),
+)
+def test_any_text_comes_back_whole(parts, lang):
+    """White space of several bytes after an initial once ended in a panic of the package."""
+    text = "".join(parts)
+    assert "".join("".join(SentenceSplitter("sentencex", lang, True)(text)).split()) == "".join(text.split())
+
+
+class PanicException(BaseException):
+    """What Rust code raises."""
+
+
+@pytest.mark.parametrize("answer", [PanicException("byte index"), ["another text"]])
+def test_a_text_that_the_package_fails_on_is_a_bad_line(tmp_path, monkeypatch, capsys, answer):
+    module_of_rust = types.ModuleType("sentencex")
+
+    def segment(code, text):
+        if "bad" in text:
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+        return [text]
+
+    module_of_rust.segment = segment
+    monkeypatch.setitem(sys.modules, "sentencex", module_of_rust)
+    monkeypatch.setattr(module, "installed", lambda name: True)
+    monkeypatch.setattr(module, "version", lambda name: "1.0")
+    source = write(tmp_path / "in.jsonl", [{"text": "Good."}, {"text": "bad"}])
+    words = ["--input", source, "--split-sentences", "--sentence-splitter", "sentencex", "--workers", "1", *BYTES]
+    with pytest.raises(DataError, match="in.jsonl, line 2: sentencex"):
+        run(tmp_path, *words)
+    assert run(tmp_path, *words, "--skip-bad-lines") == 0
+    assert texts(tmp_path)[0] == ["Good."]
+
+
+@sentencex
 def test_lists_were_split_before_and_the_end_goes_to_the_last_sentence(tmp_path):
     records = [
         {"text": ["It rains. He goes.", "She stays."]},
@@ -104,8 +151,6 @@ class _Punkt:
 @pytest.fixture
 def punkt(monkeypatch):
     """A machine with nltk and its English data, and nothing else."""
-    import types
-
     fake = types.ModuleType("nltk.tokenize.punkt")
     fake.PunktTokenizer = _Punkt
     for name in ("nltk", "nltk.tokenize"):
