@@ -97,7 +97,9 @@ NAMES: dict[str, dict[str, str]] = {
     "distributed.param_and_grad_buffer": {},
     "optimizer": {
         "OptimizerConfig": "optimizer lr min_lr weight_decay fp16 bf16 params_dtype adam_beta1 adam_eps clip_grad",
-        "get_megatron_optimizer": "config model_chunks pg_collection",
+        "get_megatron_optimizer": (
+            "config model_chunks no_weight_decay_cond scale_lr_cond lr_mult use_gloo_process_groups pg_collection"
+        ),
         "MegatronOptimizer": "",
         "ChainedOptimizer": "chained_optimizers",
         "DistributedOptimizer": "",

@@ -31,6 +31,7 @@ def get_megatron_optimizer(
     no_weight_decay_cond: Condition | None = None,
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
+    use_gloo_process_groups: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
     dump_param_to_param_group_map: str | None = None,
 ) -> MegatronOptimizer:
@@ -39,6 +40,7 @@ def get_megatron_optimizer(
     Args:
         model_chunks: under DistributedDataParallel, whose flat buffers are stepped on.
         no_weight_decay_cond, scale_lr_cond, lr_mult: see `get_param_groups`.
+        use_gloo_process_groups: accepted for scripts written for Megatron; nothing here needs CPU groups of its own.
         pg_collection: None = the registered groups.
         dump_param_to_param_group_map: write {parameter name: number of its group} to this JSON file.
     Raises: ConfigError.

@@ -50,3 +50,17 @@ def test_no_thread_of_a_group_outlives_the_run():
     left = [line for line in done.err.splitlines() if line.startswith("threads left: ")]
     assert "gloo" not in "".join(left)
     assert len(left) == 2 or not Path("/proc/self/task").exists()
+
+
+ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000".split()
+
+
+def test_c079_a_run_leaves_the_sharded_optimizer_and_takes_it_up_again(alone, tmp_path):
+    """Two ranks with shards, then one without, then two with shards again, as if nothing had happened."""
+    save = ["--save", tmp_path, "--load", tmp_path, "--save-interval", 2]
+    first = torchrun(2, *FLAGS, *save, *ZERO1, "--exit-interval", 2).ok()
+    second = run(*FLAGS, *save, "--exit-interval", 4).ok()
+    third = torchrun(2, *FLAGS, *save, *ZERO1).ok()
+    for field in ("lm loss", "grad norm", "params norm"):
+        together = [value for part in (first, second, third) for value in part.values(field)]
+        assert together == pytest.approx(alone.values(field), rel=1e-5), field
