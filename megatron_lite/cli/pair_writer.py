@@ -59,15 +59,20 @@ class PairWriter:
         """Bytes of each file, with those that are not on the disk yet."""
         return [file.tell() for file in self._files]
 
-    def sync(self) -> None:
-        """All that was added is on the disk when this returns."""
+    def flush(self) -> None:
+        """All that was added can be read."""
         for file in self._files:
             file.flush()
+
+    def sync(self) -> None:
+        """All that was added is on the disk when this returns."""
+        self.flush()
+        for file in self._files:
             os.fsync(file.fileno())
 
     def append(self, other: PairWriter) -> None:
         """The other's documents after these."""
-        other.sync()
+        other.flush()
         for file, path in zip(self._files[:2], other._paths):
             with open(path, "rb") as source:
                 shutil.copyfileobj(source, file, 1 << 22)
@@ -79,7 +84,8 @@ class PairWriter:
 
     def write_index(self) -> None:
         """The index, under a name of its own; the last thing that can fail for want of space."""
-        self.sync()
+        self.flush()
+        os.fsync(self._files[0].fileno())  # the others do not outlive this run
         lengths = np.memmap(self._paths[1], "<i4", "r") if self.num_sequences else np.empty(0, "<i4")
         write_index(f"{self._paths[0]}.idx", self.dtype, lengths, np.memmap(self._paths[2], "<i8", "r"))
 

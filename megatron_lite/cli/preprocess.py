@@ -202,11 +202,13 @@ class _Job:
                     self._commit()
                     saved = time.monotonic()
                 progress(self.totals, block.read)
-        finally:
-            progress.close()
+        except BaseException:
             with contextlib.suppress(OSError):  # a full disk is told by what met it
                 if self.last.totals.documents:
                     self._commit()
+            raise
+        finally:
+            progress.close()
 
     def _commit(self) -> None:
         """The state now, and that at the end of the file before: it holds even if this file is changed."""
