@@ -6,9 +6,7 @@
     mid                   GPTDataset x 3                      GPTDataset x 3     GPTDataset x 3
     top                   the mids themselves                 BlendedDataset x 3
 
-On several ranks the index files are made by the builders first (one rank, or one a node); all ranks then exchange
-whether that went well, so that a failure ends every rank instead of leaving the others waiting; then the others load
-the files. A rank that finds no files, because its node shares no folder with a builder, makes its own.
+On several ranks one of them makes the index files, and the others load them; see `build_turns`.
 """
 
 import math
@@ -21,12 +19,12 @@ import numpy as np
 from megatron_lite import collectives
 from megatron_lite.datasets.blended_dataset import BlendedDataset
 from megatron_lite.datasets.blended_megatron_dataset_config import Blend, BlendedMegatronDatasetConfig, SplitMatrix
+from megatron_lite.datasets.build_turns import build_in_turns
+from megatron_lite.datasets.dataset_table import TopLevelDataset, dataset_table, mids_of
 from megatron_lite.datasets.megatron_dataset import MegatronDataset
 from megatron_lite.datasets.utils import Split, normalize
-from megatron_lite.errors import ConfigError, DataError, MegatronLiteError
+from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.log import print_rank_0, warn_rank_0
-
-TopLevelDataset = BlendedDataset | MegatronDataset | list[MegatronDataset] | None
 
 
 class BlendedMegatronDatasetBuilder:
@@ -71,28 +69,20 @@ class BlendedMegatronDatasetBuilder:
 
         Raises: DataError (on every rank) if a corpus cannot be read or holds nothing for a split.
         """
-        datasets: list[TopLevelDataset] | None = None
-        failure: MegatronLiteError | IndexError | None = None
-        if self.is_index_builder:
-            try:
-                datasets = self._build_all()
-            except (MegatronLiteError, IndexError) as error:
-                failure = error
-            except Exception as error:
-                failure = DataError(f"the datasets could not be built: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-        outcomes = collectives.all_gather_object(failure, self.group, purpose="outcome of the index build")
-        if failure is not None:
-            raise failure
-        for rank, outcome in enumerate(outcomes):
-            if outcome is not None:
-                raise DataError(f"rank {rank}, which builds the index files, failed: {outcome}")
-        if not self.is_built_on_rank():
+        reads = self.is_built_on_rank()
+        if self.config.fast_cache_load:  # the files are there: no rank waits for another
+            datasets = self._build_all() if reads else None
+        else:
+            datasets = build_in_turns(
+                self._build_all,
+                self.group,
+                builds_index=self.is_index_builder,
+                reads_data=reads,
+                has_files=self._caches(),
+                made_files=lambda tops: any(mid.built_anew_on_cache_miss for top in tops for mid in mids_of(top)),
+            )
+        if datasets is None or not reads:
             return [None] * len(Split)
-        if datasets is None:
-            datasets = self._build_all()
-            if self._caches() and any(dataset.built_anew_on_cache_miss for dataset in _mids(datasets)):
-                warn_rank_0("the index caches are not in a folder that all nodes share: some were built once more")
         self._report(datasets)
         return datasets
 
@@ -124,10 +114,11 @@ class BlendedMegatronDatasetBuilder:
             return None
         prefixes, weights = blend
         size = self.sizes[split.value]
-        apart = self.config.multiple_validation_sets and split is Split.valid and len(prefixes) > 1
+        if self.config.multiple_validation_sets and split is Split.valid:
+            return self._apart(blend, lows, matrix)
         if len(prefixes) == 1 and weights is None:
             return self._mid(lows[0], prefixes[0], split, matrix, size)
-        if weights is not None and size is None and not apart:
+        if weights is not None and size is None:
             raise ConfigError(
                 f"the {split.name} corpora have weights but no number of samples is asked for",
                 why="weights share out a number of samples; one epoch of all corpora has none",
@@ -138,8 +129,6 @@ class BlendedMegatronDatasetBuilder:
             self._check_nothing_asked(prefixes, split, size)
             return None
         prefixes, lows, shares = [m[0] for m in members], [m[1] for m in members], [m[2] for m in members]
-        if apart:
-            return self._mids(prefixes, lows, [size] * len(prefixes), split, matrix)
         if weights is not None:
             assert size is not None
             shares = normalize(shares)
@@ -158,6 +147,22 @@ class BlendedMegatronDatasetBuilder:
             return None
         lengths = [len(mid) for mid in mids]
         return BlendedDataset(mids, lengths, None if size is None else min(size, sum(lengths)), self.config)
+
+    def _apart(self, blend: Blend, lows: list[Any], matrix: SplitMatrix) -> list[MegatronDataset]:
+        """The validation sets, none of them mixed with another."""
+        prefixes, weights = blend
+        if weights is not None:
+            warn_rank_0("the weights of the validation sets are not used: each set is evaluated by itself")
+        sizes = [self.sizes[Split.valid.value]] * len(prefixes)
+        sets = self._mids(prefixes, lows, sizes, Split.valid, matrix)
+        empty = [prefix for prefix, dataset in zip(prefixes, sets) if not len(dataset)]
+        if empty:
+            raise DataError(
+                f"no sample of {self.config.sequence_length} tokens in the validation set {', '.join(empty)}",
+                why="with --multiple-validation-sets every set has a loss of its own",
+                fix="leave it out, or join it with another set",
+            )
+        return sets
 
     def _members_with_tokens(
         self, prefixes: list[str], lows: list[Any], weights: list[float] | None, split: Split, matrix: SplitMatrix
@@ -212,36 +217,16 @@ class BlendedMegatronDatasetBuilder:
         return self.config.path_to_cache is not None or not self.config.mock
 
     def _report(self, tops: list[TopLevelDataset]) -> None:
-        """A line for each corpus of each split: what is drawn from it."""
+        """Say what is drawn from each corpus."""
+        if not any(mids_of(top) for top in tops):
+            return
+        for line in dataset_table(tops, self.config.sequence_length):
+            print_rank_0(f"   {line}")
         for split, top in zip(Split, tops):
-            if top is None:
-                continue
-            mids = _mids([top])
-            used = top.samples_per_dataset() if isinstance(top, BlendedDataset) else [len(mid) for mid in mids]
-            shares = top.weights if isinstance(top, BlendedDataset) else [None] * len(mids)
-            for mid, samples, share in zip(mids, used, shares):
-                weight = "" if share is None else f"weight {share:g}, "
+            for mid in mids_of(top):
                 tokens = getattr(mid, "tokens_per_epoch", None)
-                epochs = getattr(mid, "num_epochs", None)
-                print_rank_0(
-                    f" > {split.name:<5} {mid.dataset_path or 'mock data'}: {weight}{samples} samples of {len(mid)}, "
-                    f"{epochs} epoch{'s' if epochs != 1 else ''} of {tokens} tokens"
-                )
                 if tokens is not None and 0 < tokens <= self.config.sequence_length:
                     warn_rank_0(
                         f"an epoch of {mid.dataset_path} ({split.name}) has {tokens} tokens, fewer than one sample of "
                         f"{self.config.sequence_length}: every sample repeats the documents"
                     )
-
-
-def _mids(tops: Iterable[TopLevelDataset]) -> list[MegatronDataset]:
-    """All mid-level datasets below some top-level ones."""
-    mids: list[MegatronDataset] = []
-    for top in tops:
-        if isinstance(top, BlendedDataset):
-            mids += top.datasets
-        elif isinstance(top, list):
-            mids += top
-        elif top is not None:
-            mids.append(top)
-    return mids

@@ -5,9 +5,15 @@
 
 A sampler yields lists of sample ids, one list a micro-batch. `consumed_samples` is all it needs to go on where a run
 stopped: the order is global, so another number of ranks continues with the same samples.
+
+    training      MegatronPretrainingSampler         in order, once               --dataloader-type single
+                  MegatronPretrainingRandomSampler   another order every epoch    --dataloader-type cyclic
+    evaluation    RoundRobinSampler                  in order, round and round
+                  WholeSetSampler                    every sample once            --full-validation
 """
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -125,6 +131,69 @@ class MegatronPretrainingRandomSampler:
         for start in range(0, len(order) - b + 1, b):
             self.consumed_samples += group
             yield order[start : start + b]
+
+
+class RoundRobinSampler:
+    """The samples in order, and the first again after the last: without end, so that an evaluation never lacks any.
+
+    Item p of the global order is sample p modulo `total_samples`, also inside a micro-batch. The layout has no part in
+    it.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ):
+        _check(total_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        b = self.micro_batch_size
+        for start in count(self.consumed_samples + self.data_parallel_rank * b, b * self.data_parallel_size):
+            yield [item % self.total_samples for item in range(start, start + b)]
+
+
+class WholeSetSampler:
+    """Every sample once, in whole global batches. Where the last one lacks samples it is filled up with None, for which
+    data sets give a sample without loss: no rank waits for another, and no sample is left out.
+
+    Args:
+        num_microbatches: micro-batches of a global batch on each rank.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        num_microbatches: int,
+    ):
+        _check(total_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        self.total_samples, self.micro_batch_size = total_samples, micro_batch_size
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
+        self.num_microbatches = num_microbatches
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches, the filled one among them."""
+        return -(-self.total_samples // (self.micro_batch_size * self.data_parallel_size * self.num_microbatches))
+
+    def __len__(self) -> int:
+        """Micro-batches of each rank."""
+        return self.num_batches * self.num_microbatches
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        b = self.micro_batch_size
+        for group in range(len(self)):
+            start = (group * self.data_parallel_size + self.data_parallel_rank) * b
+            yield [item if item < self.total_samples else None for item in range(start, start + b)]
 
 
 def _check(total_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int) -> None:

@@ -93,6 +93,14 @@ class TrainingConfig:
     exit_duration_in_mins: int | None = flag(None, "Stop, after saving, this long after the start.", unit="minutes")
     exit_signal_handler: bool = flag(False, "On the exit signal: finish the step, save, leave.")
     exit_signal: int = flag(15, "Which signal the handler waits for, number or name.", kind="signal")
+    exit_signal_handler_for_dataloader: bool = flag(
+        False, "Processes that read data do not die of the exit signal. On with --exit-signal-handler."
+    )
+    phase_transition_iterations: str | None = flag(
+        None,
+        "Stop, after saving, at these iterations, N,N: the next start reads its data from their first sample.",
+        unit="iterations",
+    )
 
     # -- checks
     check_for_nan_in_loss_and_grad: bool = flag(
@@ -183,6 +191,10 @@ class DataConfig:
     seq_length: int | None = flag(None, "Length of a sample.", unit="tokens")
     encoder_seq_length: int | None = flag(None, "The same as --seq-length, for models with an encoder.", unit="tokens")
     num_workers: int = flag(2, "Processes that read data, on each rank.")
+    num_dataset_builder_threads: int = flag(1, "Threads that build the indices of a blend's members.")
+    mid_level_dataset_surplus: float = flag(
+        0.005, "Part of its share by which each member of a weighted blend is built larger."
+    )
     reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
     eod_mask_loss: bool = flag(False, "No loss on end-of-document tokens.")
@@ -207,6 +219,22 @@ class ValidationConfig:
     eval_interval: int | None = flag(None, "Evaluate every N iterations. Default: at the end only.", unit="iterations")
     eval_before_training: bool = flag(
         False, "Evaluate before the first step too: what the untrained model is worth. Not in Megatron."
+    )
+    start_eval_at_iter: int | None = flag(
+        None, "No evaluation at an interval before this iteration.", unit="iterations"
+    )
+    eval_global_batch_size: int | None = flag(
+        None, "Samples of an evaluation's batch over all ranks. Default: training's.", unit="samples"
+    )
+    eval_micro_batch_size: int | None = flag(
+        None, "Samples a rank evaluates at once. Default: training's.", unit="samples"
+    )
+    full_validation: bool = flag(False, "An evaluation counts every sample of the validation data once.")
+    multiple_validation_sets: bool = flag(
+        False, "A loss for each of --valid-data-path, instead of one for their mixture. With --full-validation."
+    )
+    validation_set_names: list[str] | None = flag(
+        None, "Names of these sets in the log. Default: the ends of their paths.", nargs="*"
     )
     skip_train: bool = flag(False, "Evaluate only.")
 

@@ -4,29 +4,54 @@ provider(sizes) -> (train, valid, test) data sets          the script's, Megatro
 sampler(consumed samples, dp rank) -> index lists          position is a number in the checkpoint, nothing else
 DataLoader -> iterator                                     workers prefetch; order does not depend on them
 
+Worker processes call `dataset[i]` and nothing else: they hold no process group and touch no device. Where a signal is
+to save the run, they do not die of it.
+
 Rank 0 of a tensor-parallel group reads for the group; the others hold `ReadElsewhere` where rank 0 holds an iterator.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_lite import collectives
 from megatron_lite.datasets.blended_megatron_dataset_config import Blend
-from megatron_lite.datasets.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
-from megatron_lite.datasets.utils import get_blend_from_list
-from megatron_lite.errors import DataError, MegatronLiteError
+from megatron_lite.datasets.samplers import (
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+    RoundRobinSampler,
+    WholeSetSampler,
+)
+from megatron_lite.datasets.utils import Split, get_blend_from_list
+from megatron_lite.errors import ConfigError, DataError, MegatronLiteError
 from megatron_lite.log import print_rank_0, warn_rank_0
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.training.derived import phase_of
+from megatron_lite.training.evaluation import EvaluationSet, num_eval_microbatches
 
 DatasetsProvider = Callable[[list[int | None]], Sequence[Any]]
-Iterators = tuple[Iterator[Any] | None, Iterator[Any] | None, Iterator[Any] | None]
+
+
+class RunData(NamedTuple):
+    """What a run reads.
+
+    train: micro-batches of this data-parallel rank; None where nothing is trained.
+    valid, test: empty where nothing is evaluated; several of `valid` with --multiple-validation-sets.
+    """
+
+    train: Iterator[Any] | None = None
+    valid: Sequence[EvaluationSet] = ()
+    test: Sequence[EvaluationSet] = ()
 
 
 def get_blend_and_blend_per_split(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
@@ -63,7 +88,11 @@ def _read(path: str, flag: str) -> str:
 
 
 class ReadElsewhere:
-    """Stands for the micro-batches that rank 0 of the tensor-parallel group reads: `next` gives None, without end."""
+    """Stands for the micro-batches that rank 0 of the tensor-parallel group reads: `next` gives None, without end.
+    Called, it gives itself: so it is also an `EvaluationSet`'s start."""
+
+    def __call__(self) -> ReadElsewhere:
+        return self
 
     def __iter__(self) -> ReadElsewhere:
         return self
@@ -78,21 +107,25 @@ def is_dataset_built_on_rank() -> bool:
 
 
 def train_valid_test_num_samples(args: Namespace) -> list[int | None]:
-    """How many samples each split must have. The last part of an evaluation interval counts as one more evaluation."""
-    evaluation = args.eval_iters * args.global_batch_size
+    """How many samples each split must have; None: one epoch. The last part of an evaluation interval counts as one
+    more evaluation."""
+    evaluation = args.eval_iters * args.eval_global_batch_size
     train = args.train_samples or (args.train_iters or 0) * args.global_batch_size
+    if args.phase_transition_iterations and not args.skip_train:
+        begin, end = phase_of(args, args.iteration)
+        train = end - begin
     if args.skip_train or not args.eval_interval:  # evaluation happens at the end alone
         evaluations = 1
     else:
         evaluations = args.train_iters // args.eval_interval + 1
     evaluations += args.eval_before_training
-    return [train, evaluations * evaluation, evaluation]
+    return [train, None if args.full_validation else evaluations * evaluation, evaluation]
 
 
 def build_train_valid_test_data_iterators(
     provider: DatasetsProvider, args: Namespace, pg_collection: ProcessGroupCollection
-) -> Iterators:
-    """Iterators over micro-batches of this data-parallel rank; None where there is nothing to read.
+) -> RunData:
+    """Iterators over micro-batches of this data-parallel rank.
 
     Args:
         provider: called with the sizes of train, valid and test, on every rank.
@@ -102,94 +135,188 @@ def build_train_valid_test_data_iterators(
     print_rank_0("> building train, validation, and test datasets ...")
     sizes = train_valid_test_num_samples(args)
     print_rank_0(" > datasets target sizes (minimum size):")
-    for name, size in zip(("train:     ", "validation:", "test:      "), sizes):
-        print_rank_0(f"    {name} {size}")
+    for split, size in zip(("train:     ", "validation:", "test:      "), sizes):
+        print_rank_0(f"    {split} {'one epoch' if size is None else size}")
     datasets = provider(sizes)
-    iterators: Iterators = (None, None, None)
+    data = RunData()
     failure: MegatronLiteError | None = None
-    if collectives.group_rank(pg_collection.tp) == 0:
+    reads = collectives.group_rank(pg_collection.tp) == 0
+    if reads:
         try:
-            iterators = _iterators(datasets, args, pg_collection)
+            data = _run_data(datasets, args, pg_collection)
         except MegatronLiteError as error:
             failure = error
-    there = [iterator is not None for iterator in iterators]
-    failure, there = collectives.broadcast_object((failure, there), pg_collection.tp, purpose="which data there are")
+    elsewhere = ReadElsewhere()
+    known = RunData(  # all but the iterators
+        elsewhere if data.train is not None else None,
+        [replace(held_out, start=elsewhere) for held_out in data.valid],
+        [replace(held_out, start=elsewhere) for held_out in data.test],
+    )
+    failure, known = collectives.broadcast_object((failure, known), pg_collection.tp, purpose="which data there are")
     if failure is not None:
         raise failure
-    if collectives.group_rank(pg_collection.tp) == 0:
-        return iterators
-    train, valid, test = (ReadElsewhere() if exists else None for exists in there)
-    return train, valid, test
+    return data if reads else known
 
 
-def _iterators(datasets: Sequence[Any], args: Namespace, pg_collection: ProcessGroupCollection) -> Iterators:
+def _run_data(datasets: Sequence[Any], args: Namespace, pg_collection: ProcessGroupCollection) -> RunData:
     train, valid, test = datasets
-    wanted = args.eval_iters > 0
-    return (
-        None if args.skip_train else _iterator("train", train, args.consumed_train_samples, args, pg_collection),
-        _iterator("valid", valid, args.consumed_valid_samples, args, pg_collection) if wanted else None,
-        _iterator("test", test, 0, args, pg_collection) if wanted else None,
-    )
+    train_data = None if args.skip_train else _train_iterator(train, args, pg_collection)
+    valid_sets, test_sets = [], []
+    if valid is not None and (args.eval_iters > 0 or args.full_validation):
+        several = isinstance(valid, (list, tuple)) and args.multiple_validation_sets
+        names = _names(valid, args) if several else [""]
+        for name, dataset in zip(names, valid if several else [valid], strict=True):
+            valid_sets += _evaluation_set(Split.valid, name, dataset, args, pg_collection)
+    if test is not None and args.eval_iters > 0:
+        test_sets = _evaluation_set(Split.test, "", test, args, pg_collection)
+    return RunData(train_data, valid_sets, test_sets)
 
 
-def _iterator(
-    split: str, dataset: Any, consumed: int, args: Namespace, pg_collection: ProcessGroupCollection
-) -> Iterator[Any] | None:
+def _names(datasets: Sequence[Any], args: Namespace) -> list[str]:
+    """Of several validation sets: those of --validation-set-names, else the ends of their prefixes, else numbers.
+
+    Raises: ConfigError where the names given are not one a set.
+    """
+    given = args.validation_set_names
+    if given and (len(given) != len(datasets) or len(set(given)) < len(given)):
+        raise ConfigError(
+            f"--validation-set-names {' '.join(given)} for {len(datasets)} validation sets",
+            why="every set has one name, in the order of --valid-data-path, and no other set has it",
+            fix=f"give {len(datasets)} different names",
+        )
+    if given:
+        return list(given)
+    ends = [PurePath(getattr(dataset, "dataset_path", None) or "").name for dataset in datasets]
+    return ends if all(ends) and len(set(ends)) == len(ends) else [str(number) for number in range(len(datasets))]
+
+
+def _train_iterator(dataset: Any, args: Namespace, pg_collection: ProcessGroupCollection) -> Iterator[Any]:
     if dataset is None:
-        if split == "train":
-            raise DataError(
-                "there is no training data",
-                why="the train part of --split is 0, or --train-data-path was not given",
-                fix="give the train split a share, e.g. --split 969,30,1",
-            )
-        return None
+        raise DataError(
+            "there is no training data",
+            why="the train part of --split is 0, or --train-data-path was not given",
+            fix="give the train split a share, e.g. --split 969,30,1",
+        )
     if args.dataloader_type == "external":  # the provider's object is the loader
         return iter(dataset)
-    if split != "train":
-        batch = args.micro_batch_size * collectives.group_size(pg_collection.dp)
-        if len(dataset) < batch:
-            warn_rank_0(
-                f"the {split} split has {len(dataset)} samples, fewer than one micro-batch of all ranks ({batch}): "
-                f"there will be no {split} evaluation"
-            )
-            return None
-        if consumed >= len(dataset) // batch * batch:
-            warn_rank_0(f"all {len(dataset)} samples of the {split} split have been used: it starts over")
-            consumed %= len(dataset) // batch * batch
-        return _again(lambda start: _loader(dataset, start, args, pg_collection), consumed)
+    consumed = args.consumed_train_samples
+    if args.phase_transition_iterations:
+        consumed = _consumed_in_phase(args)
+    share = _share(args.micro_batch_size, pg_collection)
     if args.dataloader_type == "cyclic":
-        return _again(lambda start: _loader(dataset, start, args, pg_collection), consumed, cyclic=True)
-    return iter(_loader(dataset, consumed, args, pg_collection))
+        return _cyclic(dataset, consumed, args, share)
+    return iter(_loader(dataset, MegatronPretrainingSampler(len(dataset), consumed, **share), args))
 
 
-def _again(loader: Callable[[int], DataLoader], consumed: int, cyclic: bool = False) -> Iterator[Any]:
-    """Batches without end. A cyclic sampler counts on by itself; another one starts over at 0."""
-    current = loader(consumed)
-    while True:
-        yield from current
-        if not cyclic:
-            current = loader(0)
+def _consumed_in_phase(args: Namespace) -> int:
+    """Samples of the present phase that are used: each phase reads its data from their first sample on."""
+    begin, _ = phase_of(args, args.iteration)
+    if args.consumed_train_samples < begin:
+        raise ConfigError(
+            f"--phase-transition-iterations {args.phase_transition_iterations}: the phase of iteration "
+            f"{args.iteration} begins at sample {begin}, and the checkpoint has used {args.consumed_train_samples}",
+            why="phases are counted with the batch sizes of this command line",
+            fix="the batch sizes of the former runs, until the next phase begins",
+        )
+    return args.consumed_train_samples - begin
 
 
-def _loader(dataset: Dataset, consumed: int, args: Namespace, pg_collection: ProcessGroupCollection) -> DataLoader:
-    common = {
-        "total_samples": len(dataset),  # type: ignore[arg-type]
-        "consumed_samples": consumed,
-        "micro_batch_size": args.micro_batch_size,
+def _evaluation_set(
+    split: Split, name: str, dataset: Any, args: Namespace, pg_collection: ProcessGroupCollection
+) -> list[EvaluationSet]:
+    """How a held-out dataset is evaluated; nothing, with a warning, if it is empty.
+
+    Args:
+        name: what its losses are called, see `EvaluationSet`.
+    """
+    valid = split is Split.valid
+    called = f"{'validation' if valid else 'test'} set{name and ' ' + name}"
+    samples = args.eval_iters * args.eval_global_batch_size
+    if args.dataloader_type == "external":
+        iterator = iter(dataset)
+        return [EvaluationSet(name, args.eval_iters, samples, lambda: iterator, advances=valid)]
+    if not len(dataset):
+        warn_rank_0(f"the {called} has no sample: it will not be evaluated")
+        return []
+    share = _share(args.eval_micro_batch_size, pg_collection)
+    if valid and args.full_validation:
+        whole = WholeSetSampler(len(dataset), num_microbatches=num_eval_microbatches(args), **share)
+        if len(dataset) % args.eval_global_batch_size:
+            _check_filler(called, dataset, args)
+        # Its workers end with each pass: there may be many sets, and they are read seldom.
+        loader = _loader(dataset, whole, args, persistent=False)
+        return [EvaluationSet(name, whole.num_batches, len(dataset), lambda: iter(loader))]
+    if samples > len(dataset):
+        warn_rank_0(
+            f"an evaluation reads {samples} samples, and the {called} has {len(dataset)}: some count more than once "
+            "(fewer --eval-iters, or for validation --full-validation, to count each once)"
+        )
+    consumed = args.consumed_valid_samples if valid else 0
+    if args.dataloader_type == "cyclic" and len(dataset) >= share["micro_batch_size"] * share["data_parallel_size"]:
+        iterator = _cyclic(dataset, consumed, args, share)
+    else:
+        iterator = _endless(dataset, consumed, args, share)
+    return [EvaluationSet(name, args.eval_iters, samples, lambda: iterator, advances=valid)]
+
+
+def _check_filler(called: str, dataset: Any, args: Namespace) -> None:
+    """Fail at the start, not hours later, where the last batch cannot be filled up."""
+    try:
+        dataset[None]
+    except Exception as error:
+        raise DataError(
+            f"the {called} has {len(dataset)} samples, which do not fill batches of {args.eval_global_batch_size}, and "
+            f"dataset[None] gives no filler: {type(error).__name__}: {error}",
+            why="--full-validation counts every sample once, and the last batch is filled up with samples without loss",
+            fix="let dataset[None] return a sample whose loss_mask is 0, or an --eval-global-batch-size that divides",
+        ) from error
+
+
+def _share(micro_batch_size: int, pg_collection: ProcessGroupCollection) -> dict[str, Any]:
+    """What samplers need to know of this rank."""
+    return {
+        "micro_batch_size": micro_batch_size,
         "data_parallel_rank": collectives.group_rank(pg_collection.dp),
         "data_parallel_size": collectives.group_size(pg_collection.dp),
     }
-    sampler: Any
-    if args.dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(dataset, data_sharding=args.data_sharding, **common)
-    else:
-        sampler = MegatronPretrainingSampler(**common)
+
+
+def _cyclic(dataset: Any, consumed: int, args: Namespace, share: dict[str, Any]) -> Iterator[Any]:
+    """Epoch after epoch; the sampler counts on by itself, also while workers read ahead."""
+    sampler = MegatronPretrainingRandomSampler(
+        dataset, len(dataset), consumed, data_sharding=args.data_sharding, **share
+    )
+    loader = _loader(dataset, sampler, args)
+
+    def epochs() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    return epochs()
+
+
+def _endless(dataset: Any, consumed: int, args: Namespace, share: dict[str, Any]) -> Iterator[Any]:
+    """In order, and the first again after the last. A generator: workers start with the first evaluation."""
+    yield from _loader(dataset, RoundRobinSampler(len(dataset), consumed, **share), args)
+
+
+def _loader(dataset: Dataset, sampler: Any, args: Namespace, persistent: bool = True) -> DataLoader:
+    ignored = {args.exit_signal, signal.SIGUSR1}
+    guarded = args.exit_signal_handler or args.exit_signal_handler_for_dataloader
     return DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=args.num_workers,
         pin_memory=args.device.type == "cuda",
-        persistent_workers=args.num_workers > 0,
+        persistent_workers=persistent and args.num_workers > 0,
+        worker_init_fn=partial(_ignore_signals, ignored) if guarded else None,
         # Making an iterator draws a number: from here, or a resumed run's dropout would differ from then on.
         generator=torch.Generator().manual_seed(args.seed),
     )
+
+
+def _ignore_signals(numbers: set[int], worker: int) -> None:
+    """In a worker: schedulers signal every process of a job, and the step that is to be finished needs its data. A
+    worker ends with its parent."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)

@@ -27,6 +27,7 @@ def derive(args: Namespace) -> tuple[list[str], list[str]]:
     _derive_layout(args, warnings)
     _derive_shape(args)
     _derive_batch(args, notices)
+    _derive_evaluation_batch(args)
     _derive_length(args)
     _derive_numbers(args, notices, warnings)
     span = horizon(args)
@@ -76,7 +77,6 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
     ),
     ("--sgd-momentum", lambda a: a.optimizer == "sgd", "--optimizer sgd"),
     (
-    (
         "--lion-beta1 --lion-beta2",
         lambda a: a.optimizer == "lion" or (a.optimizer == "muon" and a.muon_scalar_optimizer == "lion"),
         "--optimizer lion",
@@ -92,6 +92,7 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         lambda a: a.optimizer_cpu_offload,
         "--optimizer-cpu-offload",
     ),
+    (
         "--lr-wsd-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples",
         lambda a: a.lr_decay_style == "WSD",
         "--lr-decay-style WSD",
@@ -100,7 +101,14 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
     ("--no-data-sharding", lambda a: a.dataloader_type == "cyclic", "--dataloader-type cyclic"),
     ("--ddp-bucket-size --ddp-num-buckets", lambda a: a.overlap_grad_reduce, "--overlap-grad-reduce"),
     ("--disable-symmetric-registration", lambda a: a.use_nccl_ub, "--use-nccl-ub"),
-    ("--exit-signal", lambda a: a.exit_signal_handler, "--exit-signal-handler"),
+    (
+        "--exit-signal",
+        lambda a: a.exit_signal_handler or a.exit_signal_handler_for_dataloader,
+        "--exit-signal-handler",
+    ),
+    ("--exit-signal-handler-for-dataloader", lambda a: a.num_workers > 0, "--num-workers N"),
+    ("--start-eval-at-iter", lambda a: bool(a.eval_interval), "--eval-interval N"),
+    ("--validation-set-names", lambda a: a.multiple_validation_sets, "--multiple-validation-sets"),
     ("--manual-gc-interval --no-manual-gc-eval", lambda a: a.manual_gc, "--manual-gc"),
     (
         "--save-interval --save-retain-interval --no-save-optim --no-save-rng --log-progress",
@@ -200,6 +208,16 @@ def _derive_batch(args: Namespace, notices: list[str]) -> None:
     notices.append(f"setting global batch size to {args.global_batch_size}")
 
 
+def _derive_evaluation_batch(args: Namespace) -> None:
+    if args.eval_micro_batch_size is None:
+        args.eval_micro_batch_size = args.micro_batch_size
+    if args.eval_global_batch_size is None and args.global_batch_size and args.eval_micro_batch_size:
+        args.eval_global_batch_size = args.global_batch_size
+        if args.decrease_batch_size_if_needed:
+            unit = args.eval_micro_batch_size * args.data_parallel_size
+            args.eval_global_batch_size = max(args.global_batch_size // unit, 1) * unit
+
+
 def _derive_length(args: Namespace) -> None:
     if args.weight_decay_incr_style == "constant":
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
@@ -226,6 +244,43 @@ def _iterations(args: Namespace) -> int:
     return iterations
 
 
+def phase_transitions(args: Namespace) -> list[int]:
+    """The iterations of `--phase-transition-iterations`.
+
+    Raises: ConfigError if they are no rising iterations of the run.
+    """
+    text = args.phase_transition_iterations or ""
+    words = text.replace(",", " ").split()
+    numbers = [int(word) for word in words if word.isdecimal()]
+    rising = all(a < b for a, b in zip([0, *numbers], numbers))
+    if len(numbers) < len(words) or not rising or (numbers and args.train_iters and numbers[-1] >= args.train_iters):
+        raise ConfigError(
+            f"--phase-transition-iterations {text} in a run of {args.train_iters}",
+            why="they are iterations of the run, each after the one before",
+            fix="--phase-transition-iterations 1000,2000",
+        )
+    return numbers
+
+
+def phase_of(args: Namespace, iteration: int) -> tuple[int, int]:
+    """(first, end) of the samples of the phase that goes on after `iteration`, by the plan of the batch size."""
+    borders = [0, *phase_transitions(args), args.train_iters]
+    begin = max(border for border in borders if border <= iteration)
+    end = min(border for border in borders if border > iteration)
+    return _samples_until(args, begin), _samples_until(args, end)
+
+
+def _samples_until(args: Namespace, iterations: int) -> int:
+    calculator = _calculator(args)
+    if args.rampup_batch_size is None and args.step_batch_size_schedule is None:
+        return iterations * calculator.get_current_running_global_batch_size()
+    consumed = 0
+    for _ in range(iterations):
+        calculator.update(consumed, consistency_check=False)
+        consumed += calculator.get_current_running_global_batch_size()
+    return consumed
+
+
 def _is_final(args: Namespace, consumed: int) -> bool:
     """Whether the batch size changes no more: ramps and schedules grow to the full size and stay."""
     if args.step_batch_size_schedule:
@@ -235,6 +290,9 @@ def _is_final(args: Namespace, consumed: int) -> bool:
 
 
 def _derive_numbers(args: Namespace, notices: list[str], warnings: list[str]) -> None:
+    if args.optimizer == "dist_muon":
+        args.optimizer, args.use_distributed_optimizer = "muon", True
+        notices.append("--optimizer dist_muon is now --optimizer muon --use-distributed-optimizer")
     if args.bf16 and not args.grad_reduce_in_bf16 and not args.accumulate_allreduce_grads_in_fp32:
         args.accumulate_allreduce_grads_in_fp32 = True
         notices.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
@@ -304,6 +362,3 @@ def horizon(a: Namespace) -> tuple[float, float] | None:
     if a.lr_warmup_fraction is not None:
         warmup = a.lr_warmup_fraction * decay
     return warmup, decay
-    if args.optimizer == "dist_muon":
-        args.optimizer, args.use_distributed_optimizer = "muon", True
-        notices.append("--optimizer dist_muon is now --optimizer muon --use-distributed-optimizer")

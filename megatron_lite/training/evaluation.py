@@ -1,4 +1,13 @@
-"""Loss on held-out data: no gradients, no dropout, every token counted once."""
+"""Loss on held-out data: no gradients, no dropout, every token counted once.
+
+What is evaluated is an `EvaluationSet`: the data of one name, and how much of it one evaluation reads.
+
+    --eval-iters N       N global batches, from where the last evaluation ended       the stream goes on over a resume
+    --full-validation    every sample once                                            from the first one, each time
+
+Batches are --eval-global-batch-size and --eval-micro-batch-size, which are training's where they are not given; the
+ramp-up of the training batch has no part in them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +15,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,9 +29,27 @@ from megatron_lite.timers import Timers
 from megatron_lite.training.train_step import average_losses
 
 
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out data, and how much of it one evaluation reads.
+
+    name: of a validation set among several; empty for the only one.
+    num_batches: global batches of an evaluation.
+    num_samples: samples in them, without fillers.
+    start: the iterator of micro-batches that the next evaluation reads from.
+    advances: its samples count into `args.consumed_valid_samples`, where the next evaluation goes on after a resume.
+    """
+
+    name: str
+    num_batches: int
+    num_samples: int
+    start: Callable[[], Iterator[Any]]
+    advances: bool = False
+
+
 def evaluate(
     forward_step_func: ForwardStep,
-    data_iterator: Iterator[Any],
+    data: EvaluationSet,
     model: list[nn.Module],
     args: Namespace,
     pg_collection: ProcessGroupCollection,
@@ -29,7 +57,7 @@ def evaluate(
     verbose: bool = False,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Run `args.eval_iters` global batches; `args.consumed_valid_samples` grows by their samples.
+    """Run `data.num_batches` global batches; `args.consumed_valid_samples` grows by their samples if `data.advances`.
 
     Args:
         verbose: say how far it is (the end of a run).
@@ -37,17 +65,15 @@ def evaluate(
     Returns: token-weighted losses by key, or None if time ran out.
     """
     timers = args.timers
-    num_microbatches = _num_microbatches(args)
-    samples = num_microbatches * args.micro_batch_size * args.data_parallel_size
     reports: list[dict[str, Any]] = []
     if verbose:
-        print_rank_last(f"Evaluating on {args.eval_iters * samples} samples")
+        print_rank_last(f"Evaluating on {data.num_samples} samples")
     with _evaluating(model), _timed(timers):
-        for i in range(1, args.eval_iters + 1):
+        iterator = data.start()
+        for i in range(1, data.num_batches + 1):
             if verbose and args.log_interval and i % args.log_interval == 0:
-                print_rank_last(f"Evaluating iter {i}/{args.eval_iters}")
-            reports += _forward(forward_step_func, data_iterator, model, args, pg_collection, num_microbatches)
-            args.consumed_valid_samples += samples
+                print_rank_last(f"Evaluating iter {i}/{data.num_batches}")
+            reports += _forward(forward_step_func, data, iterator, model, args, pg_collection)
             if out_of_time():
                 print_rank_last("Exiting during evaluation, timelimit reached")
                 return None
@@ -57,7 +83,7 @@ def evaluate(
 
 def collect_non_loss_data(
     forward_step_func: ForwardStep,
-    data_iterator: Iterator[Any],
+    data: EvaluationSet,
     model: list[nn.Module],
     args: Namespace,
     pg_collection: ProcessGroupCollection,
@@ -66,25 +92,22 @@ def collect_non_loss_data(
 
     Collective, like `evaluate`; `args.consumed_valid_samples` grows as there.
     """
-    num_microbatches = _num_microbatches(args)
     with _evaluating(model):
-        collected = _forward(forward_step_func, data_iterator, model, args, pg_collection, num_microbatches, True)
-    args.consumed_valid_samples += num_microbatches * args.micro_batch_size * args.data_parallel_size
-    return collected
+        return _forward(forward_step_func, data, data.start(), model, args, pg_collection, collect_non_loss_data=True)
 
 
-def _num_microbatches(args: Namespace) -> int:
-    """The full batch, whatever the ramp-up says of training, in micro-batches of the training size."""
-    return max(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size), 1)
+def num_eval_microbatches(args: Namespace) -> int:
+    """Micro-batches of each rank in a global batch of the evaluation."""
+    return args.eval_global_batch_size // (args.eval_micro_batch_size * args.data_parallel_size)
 
 
 def _forward(
     forward_step_func: ForwardStep,
-    data_iterator: Iterator[Any],
+    data: EvaluationSet,
+    iterator: Iterator[Any],
     model: list[nn.Module],
     args: Namespace,
     pg_collection: ProcessGroupCollection,
-    num_microbatches: int,
     collect_non_loss_data: bool = False,
 ) -> list[Any]:
     """One global batch, forward only.
@@ -92,13 +115,13 @@ def _forward(
     Raises: DataError where the iterator of the user's data ends.
     """
     try:
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
+            data_iterator=iterator,
             model=model,
-            num_microbatches=num_microbatches,
+            num_microbatches=num_eval_microbatches(args),
             seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
+            micro_batch_size=args.eval_micro_batch_size,
             forward_only=True,
             collect_non_loss_data=collect_non_loss_data,
             pg_collection=pg_collection,
@@ -106,9 +129,12 @@ def _forward(
     except StopIteration:
         raise DataError(
             f"the evaluation data ended after {args.consumed_valid_samples} samples",
-            why=f"an evaluation takes --eval-iters {args.eval_iters} batches of {args.global_batch_size} samples",
+            why=f"an evaluation takes --eval-iters {args.eval_iters} batches of {args.eval_global_batch_size} samples",
             fix="fewer --eval-iters, or a loader that starts over",
         ) from None
+    if data.advances:
+        args.consumed_valid_samples += args.eval_global_batch_size
+    return results
 
 
 @contextmanager
@@ -138,10 +164,20 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def result_line(prefix: str, losses: dict[str, float]) -> str:
-    """Megatron's line, between two dashed lines of its length."""
-    line = f" validation loss at {prefix} | "
+def result_line(prefix: str, losses: dict[str, float], name: str = "") -> str:
+    """Megatron's line, between two dashed lines of its length.
+
+    Args:
+        prefix: what stands after "loss at".
+        name: of the validation set, where there are several.
+    """
+    line = f" {validation_tag(name)} loss at {prefix} | "
     for key, value in losses.items():
         line += f"{key} value: {value:.6E} | {key} PPL: {perplexity(value):.6E} | "
     rule = "-" * len(line)
     return f"{rule}\n{line}\n{rule}"
+
+
+def validation_tag(name: str) -> str:
+    """ "validation", or "validation-NAME" for a set among several: in lines and tags."""
+    return f"validation-{name}" if name else "validation"

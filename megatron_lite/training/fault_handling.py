@@ -14,6 +14,7 @@ from types import FrameType
 import torch
 
 from megatron_lite import collectives
+from megatron_lite.training.derived import phase_transitions
 from megatron_lite.training.launch import program_start
 
 
@@ -55,6 +56,6 @@ def exit_reason(args: Namespace, iteration: int, watch: SignalWatch | None) -> s
             return f"exiting program after receiving {signal.Signals(code // 2).name}."
         if code & 1:
             return f"exiting program after {(time.time() - program_start()) / 60.0} minutes"
-    if args.exit_interval and iteration % args.exit_interval == 0:
+    if (args.exit_interval and iteration % args.exit_interval == 0) or iteration in phase_transitions(args):
         return f"exiting program at iteration {iteration}"
     return None

@@ -31,7 +31,6 @@ CAPABILITIES = {
     "cp": ("context parallelism", "--context-parallel-size 1"),
     "data": ("this data option", "leave it out"),
     "diagnostics": ("this diagnostic", "--log-throughput, --timing-log-level 2, --log-params-norm, --profile"),
-    "evaluation": ("this evaluation option", "--eval-interval and --eval-iters"),
     "fim": ("fill-in-the-middle data", "leave it out"),
     "fp8": ("FP8", "--bf16"),
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),

@@ -121,7 +121,7 @@ def read_metrics(path: Path) -> Metrics:
         except (ValueError, KeyError, TypeError):
             continue
         if "validation" in row:
-            validation[iteration] = row["validation"]
+            validation.setdefault(iteration, {}).update(row["validation"])  # a row for each of several sets
         else:
             train[iteration] = row
     if not train and not validation:

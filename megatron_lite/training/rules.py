@@ -21,7 +21,7 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.rank_grid import nearest_multiples
 from megatron_lite.tokenizers.build_tokenizer import missing_fields
 from megatron_lite.tokenizers.tokenizer_config import NOT_FOR_TEXT
-from megatron_lite.training.derived import gradients_are_fp32, horizon, problem_of_batch
+from megatron_lite.training.derived import gradients_are_fp32, horizon, phase_transitions, problem_of_batch
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,9 @@ GIVEN: tuple[Rule, ...] = (
             "log_interval",
             "tensorboard_log_interval",
             "eval_interval",
+            "eval_global_batch_size",
+            "eval_micro_batch_size",
+            "num_dataset_builder_threads",
             "exit_interval",
             "exit_duration_in_mins",
             "train_samples",
@@ -166,7 +169,15 @@ GIVEN: tuple[Rule, ...] = (
     _positive("global_batch_size", why="a step trains on at least one sample"),
     *(
         _positive(name, 0)
-        for name in ("train_iters", "eval_iters", "num_workers", "manual_gc_interval", "vocab_extra_ids")
+        for name in (
+            "train_iters",
+            "eval_iters",
+            "start_eval_at_iter",
+            "num_workers",
+            "mid_level_dataset_surplus",
+            "manual_gc_interval",
+            "vocab_extra_ids",
+        )
     ),
     Rule(
         lambda a: sum((a.swiglu, a.squared_relu, a.quick_geglu, a.openai_gelu)) > 1,
@@ -289,6 +300,19 @@ GIVEN: tuple[Rule, ...] = (
         "--split {split}",
         "{problem}",
         "--split 969,30,1",
+    ),
+    # -- evaluation
+    Rule(
+        lambda a: a.multiple_validation_sets and not a.full_validation,
+        "--multiple-validation-sets without --full-validation",
+        "sets of different lengths are compared by their whole losses",
+        "--full-validation",
+    ),
+    Rule(
+        lambda a: a.full_validation and a.dataloader_type == "external",
+        "--full-validation with --dataloader-type external",
+        "only your loader knows where its data end",
+        "--eval-iters N, or another --dataloader-type",
     ),
     # -- checkpoints
     Rule(
@@ -416,6 +440,14 @@ def _problem_of_split(split: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------- rules on the outcome
+def _problem_of_phases(a: Namespace) -> ConfigError | None:
+    try:
+        phase_transitions(a)
+    except ConfigError as problem:
+        return problem
+    return None
+
+
 def _below(name: str, bound: str) -> Rule:
     return Rule(
         lambda a: (
@@ -632,6 +664,29 @@ DERIVED: tuple[Rule, ...] = (
     Rule(
         lambda a: (
             (problem := problem_of_batch(a)) is not None
+            and {"what_": problem.what, "why_": problem.why, "fix_": problem.fix}
+        ),
+        "{what_}",
+        "{why_}",
+        "{fix_}",
+    ),
+    Rule(
+        lambda a: (
+            bool(a.eval_global_batch_size)
+            and bool(a.eval_micro_batch_size)
+            # The training sizes have a rule of their own.
+            and (a.eval_global_batch_size, a.eval_micro_batch_size) != (a.global_batch_size, a.micro_batch_size)
+            and a.eval_global_batch_size % (a.eval_micro_batch_size * a.data_parallel_size) != 0
+            and {"unit": a.eval_micro_batch_size * a.data_parallel_size}
+        ),
+        "--eval-global-batch-size {eval_global_batch_size} with --eval-micro-batch-size {eval_micro_batch_size} "
+        "and data-parallel size {data_parallel_size}",
+        "every rank evaluates the same number of micro-batches, so micro-batch * dp = {unit} divides the batch",
+        "--eval-global-batch-size {unit}, or another multiple",
+    ),
+    Rule(
+        lambda a: (
+            (problem := _problem_of_phases(a)) is not None
             and {"what_": problem.what, "why_": problem.why, "fix_": problem.fix}
         ),
         "{what_}",

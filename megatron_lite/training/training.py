@@ -11,10 +11,9 @@ import gc
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -43,8 +42,8 @@ from megatron_lite.training.checkpointing import (
     save_checkpoint,
     will_load_checkpoint,
 )
-from megatron_lite.training.data_loading import DatasetsProvider, Iterators, build_train_valid_test_data_iterators
-from megatron_lite.training.evaluation import collect_non_loss_data, evaluate
+from megatron_lite.training.data_loading import DatasetsProvider, RunData, build_train_valid_test_data_iterators
+from megatron_lite.training.evaluation import EvaluationSet, collect_non_loss_data, evaluate
 from megatron_lite.training.fault_handling import SignalWatch, agree, exit_reason
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.initialize import initialize_megatron
@@ -109,9 +108,9 @@ def run(
 
     timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)
     done = args.iteration >= args.train_iters and not args.skip_train
-    iterators: Iterators = (None, None, None)
+    data = RunData()
     if not done:
-        iterators = build_train_valid_test_data_iterators(datasets_provider, args, pg_collection)
+        data = build_train_valid_test_data_iterators(datasets_provider, args, pg_collection)
     timers("train/valid/test-data-iterators-setup").stop()
     print_datetime("after dataloaders are built")
     print_rank_0("done with setup ...")
@@ -124,9 +123,7 @@ def run(
         )
         return
 
-    loop = Loop(
-        args, model, optimizer, scheduler, forward_step_func, iterators, pg_collection, process_non_loss_data_func
-    )
+    loop = Loop(args, model, optimizer, scheduler, forward_step_func, data, pg_collection, process_non_loss_data_func)
     try:
         loop.run()
     finally:
@@ -152,7 +149,7 @@ class Loop:
     Args:
         args: `args.iteration` is the last finished iteration.
         optimizer, scheduler: None where nothing is trained.
-        iterators: of micro-batches: train, valid, test.
+        data: what is trained and evaluated on.
         process_non_loss_data_func: see `pretrain`.
     """
 
@@ -163,13 +160,13 @@ class Loop:
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
         forward_step_func: ForwardStep,
-        iterators: Iterators,
+        data: RunData,
         pg_collection: ProcessGroupCollection,
         process_non_loss_data_func: Callable[..., None] | None = None,
     ):
         self.args, self.model, self.optimizer, self.scheduler = args, model, optimizer, scheduler
         self.forward_step_func, self.pg_collection = forward_step_func, pg_collection
-        self.train_data, self.valid_data, self.test_data = iterators
+        self.train_data, self.valid_data, self.test_data = data
         self.log = TrainingLog(args, args.timers, pg_collection)
         self.profiler = Profiler(args)
         self.process_non_loss_data_func = process_non_loss_data_func
@@ -193,8 +190,7 @@ class Loop:
         if not args.skip_train:
             self._save(final=True)
         for name, data in (("validation", self.valid_data), ("test", self.test_data)):
-            if data is not None:
-                self._evaluate(data, f"iteration {args.iteration} on {name} set", record=False, verbose=True)
+            self._evaluate(data, f"iteration {args.iteration} on {name} set", record=False, verbose=True)
 
     def _train(self) -> bool:
         """Iterations up to `--train-iters`. Returns: whether the run is to go on with its last evaluations."""
@@ -204,7 +200,7 @@ class Loop:
         if args.manual_gc:
             gc.disable()
             gc.collect()
-        if args.eval_before_training and args.iteration == 0 and self.valid_data is not None:
+        if args.eval_before_training and args.iteration == 0:
             self._evaluate(self.valid_data, "iteration 0")
         print_datetime("before the start of training step")
         self.log.start_interval()
@@ -236,7 +232,8 @@ class Loop:
             self._skip(batch)
         else:
             self._step(iteration, batch)
-        if args.eval_interval and iteration % args.eval_interval == 0 and self.valid_data is not None:
+        due = args.eval_interval and iteration % args.eval_interval == 0
+        if due and iteration >= (args.start_eval_at_iter or 0) and self.valid_data:
             self._pause(lambda: self._evaluate(self.valid_data, f"iteration {iteration}"))
         if args.manual_gc and args.manual_gc_interval and iteration % args.manual_gc_interval == 0:
             gc.collect()
@@ -303,9 +300,10 @@ class Loop:
             gc.collect(generation=0)
         timer.start(barrier=True)
 
-    def _evaluate(self, data: Iterator[Any] | None, prefix: str, *, record: bool = True, verbose: bool = False) -> None:
+    def _evaluate(
+        self, data: Sequence[EvaluationSet], prefix: str, *, record: bool = True, verbose: bool = False
+    ) -> None:
         args = self.args
-        assert data is not None
         limit = args.exit_duration_in_mins
 
         def out_of_time() -> bool:
@@ -313,16 +311,25 @@ class Loop:
                 return False
             return bool(agree(int((time.time() - program_start()) / 60.0 > limit), args.device))
 
-        losses = evaluate(
-            self.forward_step_func, data, self.model, args, self.pg_collection, verbose=verbose, out_of_time=out_of_time
-        )
-        if losses is None:
-            return
-        self.log.validation(prefix, args.iteration, losses, record=record)
-        if self.process_non_loss_data_func is not None and args.tensorboard_dir:
-            collected = collect_non_loss_data(self.forward_step_func, data, self.model, args, self.pg_collection)
-            if self.log.is_last_rank:
-                self.process_non_loss_data_func(collected, args.iteration, self.log.writer)
+        for held_out in data:
+            losses = evaluate(
+                self.forward_step_func,
+                held_out,
+                self.model,
+                args,
+                self.pg_collection,
+                verbose=verbose,
+                out_of_time=out_of_time,
+            )
+            if losses is None:
+                return
+            self.log.validation(prefix, args.iteration, losses, name=held_out.name, record=record)
+            if self.process_non_loss_data_func is not None and args.tensorboard_dir:
+                collected = collect_non_loss_data(
+                    self.forward_step_func, held_out, self.model, args, self.pg_collection
+                )
+                if self.log.is_last_rank:
+                    self.process_non_loss_data_func(collected, args.iteration, self.log.writer)
 
     def _save(self, final: bool = False) -> None:
         """Save once an iteration. A save that fails does not stop training, but it does fail the run's last one."""

@@ -30,7 +30,7 @@ from megatron_lite.num_microbatches_calculator import get_num_microbatches
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.timers import Timers
 from megatron_lite.training import global_vars
-from megatron_lite.training.evaluation import perplexity, result_line
+from megatron_lite.training.evaluation import perplexity, result_line, validation_tag
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.train_step import StepResult
 
@@ -222,26 +222,30 @@ class TrainingLog:
             sys.stdout.write("\r\x1b[2K")
 
     # -- evaluation, files ---------------------------------------------------------------------------------------
-    def validation(self, prefix: str, iteration: int, losses: dict[str, float], *, record: bool = True) -> None:
+    def validation(
+        self, prefix: str, iteration: int, losses: dict[str, float], *, name: str = "", record: bool = True
+    ) -> None:
         """The validation line; with `record` also scalars and metrics.
 
         Args:
             prefix: what stands after "validation loss at".
+            name: of the validation set, where there are several.
         """
-        args = self.args
+        args, called = self.args, validation_tag(name)
         self._clear_progress()
-        print_rank_last(result_line(prefix, losses))
+        print_rank_last(result_line(prefix, losses, name))
         if not record:
             return
         for key, loss in losses.items():
-            values = {f"{key} validation": loss}
+            values = {f"{key} {called}": loss}
             if args.log_validation_ppl_to_tensorboard:
-                values[f"{key} validation ppl"] = perplexity(loss)
+                values[f"{key} {called} ppl"] = perplexity(loss)
             for tag, value in values.items():
                 self.scalar(tag, value, iteration)
                 if self.writer:
                     self.writer.add_scalar(f"{tag} vs samples", value, args.consumed_train_samples)
-        self.write_metrics({"iteration": iteration, "validation": losses})
+        of_set = {f"{key} ({name})": loss for key, loss in losses.items()} if name else losses
+        self.write_metrics({"iteration": iteration, "validation": of_set})
         self.flush()
 
     def write_metrics(self, row: dict[str, Any]) -> None:
@@ -348,6 +352,13 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
         print_rank_0(line)
 
 
+def _moment_bytes(args: Namespace) -> int:
+    """Bytes per parameter of the optimizer's moments; of muon those of a matrix, which most parameters are in."""
+    widths = {"fp32": 4, "bf16": 2}
+    adam = widths[args.exp_avg_dtype] + widths[args.exp_avg_sq_dtype]
+    return {"adam": adam, "sgd": 4 if args.sgd_momentum else 0, "lion": 4, "muon": 4}[args.optimizer]
+
+
 def _size(size: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -357,13 +368,6 @@ def _size(size: float) -> str:
 
 
 def print_memory(iteration: int, device: torch.device, pg_collection: ProcessGroupCollection) -> None:
-def _moment_bytes(args: Namespace) -> int:
-    """Bytes per parameter of the optimizer's moments; of muon those of a matrix, which most parameters are in."""
-    widths = {"fp32": 4, "bf16": 2}
-    adam = widths[args.exp_avg_dtype] + widths[args.exp_avg_sq_dtype]
-    return {"adam": adam, "sgd": 4 if args.sgd_momentum else 0, "lion": 4, "muon": 4}[args.optimizer]
-
-
     """Measured memory, by every rank that is the first of its data-parallel group."""
     if collectives.group_rank(pg_collection.dp_cp) != 0:
         return

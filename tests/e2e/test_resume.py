@@ -21,7 +21,7 @@ FLAGS = [
 ]
 
 
-def test_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
+def test_C040_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
     """Any state that a checkpoint forgets (dropout's generator, the sample position, the schedule's clock, moments)
     shows as another loss in the last digit."""
     whole = run(*FLAGS, "--save", tmp_path / "whole", "--save-interval", 20).ok()
@@ -62,7 +62,7 @@ def test_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
     assert not different
 
 
-def test_evaluations_continue_where_they_stopped(tmp_path):
+def test_C037_evaluations_continue_where_they_stopped(tmp_path):
     """C037: an evaluation after a resume that starts over reads other samples than the uninterrupted run."""
     whole = run(*FLAGS, "--save", tmp_path / "a", "--save-interval", 20).ok()
     save = tmp_path / "b"

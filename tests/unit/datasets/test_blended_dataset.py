@@ -95,9 +95,10 @@ def test_C021_weights_are_shares_of_the_samples(tmp_path, capsys):
     assert build(([a, b], [1, 1]), (30, None, None))[0].samples_per_dataset() == [15, 15]
     blend = build(([a, b], [10, 20]), (30, None, None))[0]
     assert blend.samples_per_dataset() == [10, 20]
-    said = capsys.readouterr().out
-    assert f"{a}: weight 0.333333, 10 samples of" in said and f"{b}: weight 0.666667, 20 samples of" in said
-    assert "epoch" in said
+    header, *rows = capsys.readouterr().out.splitlines()[-3:]
+    assert header.split() == "split dataset weight samples tokens epochs tokens an epoch".split()
+    assert rows[0].split() == ["train", a, "0.333333", "10", "80", "0.89", "of", "1", "90"]
+    assert rows[1].split() == ["train", b, "0.666667", "20", "160", "0.89", "of", "1", "180"]
 
 
 def test_item_says_its_dataset_and_none_is_a_filler(tmp_path):
@@ -151,8 +152,20 @@ def test_validation_sets_can_stay_apart(tmp_path):
         1
     ]
     assert [dataset.dataset_path for dataset in valid] == [a, b]
+    alone = build(None, (None, 10, None), blend_per_split=[None, ([a], None), None], multiple_validation_sets=True)[1]
+    assert [dataset.dataset_path for dataset in alone] == [a]
     whole = build(None, (None, 3, None), blend_per_split=[None, ([a], None), None], full_validation=True)[1]
     assert whole.num_samples is None and whole.num_epochs == 1
+
+
+def test_C043_a_validation_set_without_a_sample_is_named(tmp_path, capsys):
+    a, short = write_corpus(tmp_path / "a", numbered(40)), write_corpus(tmp_path / "short", [[1, 2, 3]])
+    sets = dict(blend_per_split=[None, ([a, short], [1, 2]), None], multiple_validation_sets=True, full_validation=True)
+    with pytest.raises(DataError, match=f"validation set {short}"):
+        build(None, **sets)
+    assert "weights of the validation sets are not used" in capsys.readouterr().err
+    with_rest = build(None, **sets, drop_last_partial_validation_sequence=False)[1]
+    assert [len(dataset) for dataset in with_rest] == [45, 1]
 
 
 def test_threads_build_the_same_blend(tmp_path):

@@ -147,7 +147,9 @@ def test_C023_report_says_tokens_epochs_and_warns(tmp_path, capsys):
     prefix = write_corpus(tmp_path / "c", [list(range(1, 63))] * 10)
     build(([prefix], None), (100, None, None), sequence_length=1024)
     said = capsys.readouterr()
-    assert "166 epochs of 620 tokens" in said.out
+    split, path, _, samples, tokens, drawn, of, built, epoch = said.out.split("tokens an epoch", 1)[1].split()
+    assert (split, path, samples, tokens) == ("train", prefix, "100", "102400")
+    assert (drawn, of, built, epoch) == ("165.16", "of", "166", "620")
     assert "fewer than one sample" in said.err
 
 

@@ -1,8 +1,17 @@
 """Every sample once, in one global order, wherever and on however many ranks a run goes on."""
 
-import pytest
+from itertools import islice
 
-from megatron_lite.datasets.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lite.datasets.samplers import (
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+    RoundRobinSampler,
+    WholeSetSampler,
+)
 from megatron_lite.errors import DataError
 
 GRID = [(total, b, ranks) for total in (8, 13, 14, 24, 31) for b in (1, 2, 3) for ranks in (1, 2, 4)]
@@ -101,3 +110,46 @@ def test_nothing_to_read_is_an_error():
     for total, consumed in ((0, 0), (8, 8), (8, 9)):
         with pytest.raises(DataError):
             single(total, consumed, 1, 0, 1)
+
+
+@pytest.mark.parametrize("total", [3, 13, 40])
+@pytest.mark.parametrize(("b", "ranks"), [(1, 1), (2, 2), (1, 4), (4, 2)])
+def test_round_robin_is_one_endless_order_in_every_layout(total, b, ranks):
+    """Also where the data are shorter than one batch; also from any position on."""
+    for consumed in (0, 8, 16, 1000):
+        streams = [iter(RoundRobinSampler(total, consumed, b, rank, ranks)) for rank in range(ranks)]
+        groups = 48 // (b * ranks)
+        read = [i for _ in range(groups) for stream in streams for i in next(stream)]
+        assert read == [p % total for p in range(consumed, consumed + groups * b * ranks)]
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_whole_set_is_every_sample_once_in_equally_many_batches(total, b, ranks, num_microbatches):
+    samplers = [WholeSetSampler(total, b, rank, ranks, num_microbatches) for rank in range(ranks)]
+    per_rank = [list(sampler) for sampler in samplers]
+    batch = b * ranks * num_microbatches
+    for sampler, batches in zip(samplers, per_rank):
+        assert len(batches) == len(sampler) == sampler.num_batches * num_microbatches
+        assert all(len(ids) == b for ids in batches)
+    assert samplers[0].num_batches == -(-total // batch)
+    read = [i for step in zip(*per_rank) for ids in step for i in ids]
+    assert read == [*range(total), *[None] * (-total % batch)]
+
+
+@pytest.mark.parametrize("sharding", [True, False])
+def test_C039_cyclic_goes_on_with_other_ranks_where_epochs_are_whole(sharding):
+    """Ranks change the order of a cyclic epoch with sharding, and its length where it does not fill whole groups; but
+    a position of one layout is one of the other, and no sample of an epoch is read twice after the change."""
+    total, batch = 48, 8
+    for b, ranks in [(2, 2), (1, 4), (4, 1), (2, 4)]:
+        streams = [iter(cyclic(total, 3 * batch, b, rank, ranks, sharding)) for rank in range(ranks)]
+        rest = [i for stream in streams for ids in stream for i in ids]
+        assert len(rest) == len(set(rest)) == total - 3 * batch
+    if not sharding:  # one shared order: with the micro-batch size it stays, ranks take turns in it
+        orders = []
+        for ranks in (1, 2, 4):
+            streams = [islice(cyclic(total, 0, 2, rank, ranks), 24) for rank in range(ranks)]
+            groups = [sorted(i for ids in step for i in ids) for step in zip(*streams)]
+            per_batch = batch // (2 * ranks)
+            orders.append([sorted(sum(groups[k : k + per_batch], [])) for k in range(0, len(groups), per_batch)])
+        assert orders[0] == orders[1] == orders[2]

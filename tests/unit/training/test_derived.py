@@ -52,6 +52,9 @@ ON = {
     "--no-data-sharding": "--dataloader-type cyclic",
     "--ddp-bucket-size": "--overlap-grad-reduce",
     "--exit-signal": "--exit-signal-handler",
+    "--exit-signal-handler-for-dataloader": "--num-workers 1",
+    "--start-eval-at-iter": "--eval-interval 3",
+    "--validation-set-names": "--multiple-validation-sets --full-validation",
     "--manual-gc-interval": "--manual-gc",
     "--save-interval": "--save x --save-interval 3",
     "--no-load-optim": "--load x",
@@ -59,7 +62,11 @@ ON = {
     "--wandb-exp-name": "--wandb-project x --wandb-exp-name x",
     "--profile-step-start": "--profile",
 }
-OFF = {"--adam-beta1": "--optimizer sgd", "--reset-position-ids": "--position-embedding-type rope"}
+OFF = {
+    "--adam-beta1": "--optimizer sgd",
+    "--reset-position-ids": "--position-embedding-type rope",
+    "--exit-signal-handler-for-dataloader": "--num-workers 0",
+}
 FLAG = {spelling: flag for config in CONFIGS for flag in flags_of(config) for spelling in flag.spellings}
 EACH = [(row[0].split()[0], flag) for row in IDLE for flag in row[0].split()]
 

@@ -149,6 +149,17 @@ BROKEN = [
     ),
     # data and tokenizer
     ("--mock-data --data-path x", "", ["--mock-data and --data-path"]),
+    ("--num-dataset-builder-threads 0", "", ["--num-dataset-builder-threads 0"]),
+    ("--mid-level-dataset-surplus -0.1", "", ["--mid-level-dataset-surplus -0.1"]),
+    # evaluation and phases
+    ("--eval-global-batch-size 6 --eval-micro-batch-size 4", "", ["--eval-global-batch-size 6", "divides the batch"]),
+    ("--eval-micro-batch-size 3", "", ["--eval-global-batch-size 8 with --eval-micro-batch-size 3"]),
+    ("--start-eval-at-iter -1", "", ["--start-eval-at-iter -1"]),
+    ("--multiple-validation-sets", "", ["without --full-validation"]),
+    ("--full-validation --dataloader-type external", "", ["--full-validation with --dataloader-type external"]),
+    ("--phase-transition-iterations 5,x", "", ["--phase-transition-iterations 5,x in a run of 10"]),
+    ("--phase-transition-iterations 5,5", "", ["--phase-transition-iterations 5,5"]),
+    ("--phase-transition-iterations 10", "", ["--phase-transition-iterations 10 in a run of 10"]),
     ("--train-data-path x --data-path x", "", ["--data-path and --train-data-path"]),
     ("--data-args-path x --data-path x", "", ["--data-path and --data-args-path"]),
     ("--data-path x --split 1,2,3,4", "", ["--split 1,2,3,4", "4 numbers"]),
@@ -237,6 +248,7 @@ def test_every_rule_of_the_tables_is_broken_by_some_case_here() -> None:
 POSITIVE = (
     "num-layers hidden-size num-attention-heads ffn-hidden-size kv-channels num-query-groups max-position-embeddings "
     "seq-length make-vocab-size-divisible-by tensorboard-log-interval exit-interval exit-duration-in-mins "
+    "eval-global-batch-size eval-micro-batch-size "
     "train-samples rotary-seq-len-interpolation-factor ckpt-step distributed-timeout-minutes ddp-bucket-size "
     "distributed-timeout-seconds-after-init "
     "pipeline-model-parallel-size context-parallel-size expert-model-parallel-size tensor-model-parallel-size"
