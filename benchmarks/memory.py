@@ -27,26 +27,31 @@ from megatron_lite.rank_grid import grids
 from megatron_lite.training.local_world import World
 from megatron_lite.transformer import TransformerConfig
 
-KINDS: dict[str, tuple[str, bool, bool, int, int]] = {
-    # name: dtype, sharded, 16-bit moments, held by every rank, shared by the ranks
-    "fp32": ("float32", False, False, 16, 0),
-    "fp32, sharded": ("float32", True, False, 8, 8),
-    "bf16": ("bfloat16", False, False, 18, 0),
-    "bf16, sharded": ("bfloat16", True, False, 6, 12),
-    "bf16, sharded, moments in bf16": ("bfloat16", True, True, 6, 8),
+# name: model's number format, gradients' format, sharded, moments in bf16, bytes per parameter that every rank holds,
+# bytes that the ranks share
+KINDS: dict[str, tuple[str, str, bool, bool, int, int]] = {
+    "fp32": ("fp32", "fp32", False, False, 16, 0),
+    "fp32, sharded": ("fp32", "fp32", True, False, 8, 8),
+    "bf16": ("bf16", "fp32", False, False, 18, 0),
+    "bf16, sharded": ("bf16", "fp32", True, False, 6, 12),
+    "bf16 and gradients": ("bf16", "bf16", False, False, 20, 0),
+    "bf16 and gradients, sharded": ("bf16", "bf16", True, False, 4, 16),
+    "bf16, sharded, moments in bf16": ("bf16", "fp32", True, True, 6, 8),
 }
 
 
 def measure(kind: str, hidden_size: int, num_layers: int) -> tuple[int, int]:
     """Bytes held and parameters, on this rank of a world of data-parallel ranks."""
-    dtype_name, sharded, small_moments, _, _ = KINDS[kind]
-    dtype = getattr(torch, dtype_name)
-    bf16 = dtype == torch.bfloat16
+    model_format, grad_format, sharded, small_moments, _, _ = KINDS[kind]
+    bf16 = model_format == "bf16"
     groups = make_process_groups(*grids(torch.distributed.get_world_size()))
     register_process_groups(groups)
     config = TransformerConfig(num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=8, bf16=bf16)
-    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=4096, max_sequence_length=64).to(dtype)
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=4096, max_sequence_length=64)
+    model.to(torch.bfloat16 if bf16 else torch.float32)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=grad_format == "fp32", use_distributed_optimizer=sharded
+    )
     ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups)
     formats = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"} if small_moments else {}
     optimizer = get_megatron_optimizer(
@@ -68,7 +73,7 @@ def measure(kind: str, hidden_size: int, num_layers: int) -> tuple[int, int]:
     known = {id(t) for b in ddp.grad_buffers for t in (b.param_data, b.grad_data)}
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors() if id(t) in known}
     for shard in optimizer.shards:
-        for tensor in (shard.main, *shard.state.values()):
+        for tensor in shard.memory():
             held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     assert all(param.untyped_storage().data_ptr() in held for param in model.parameters())
     alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
@@ -97,7 +102,7 @@ def main() -> None:
     worst = 0.0
     for dp in args.ranks:
         world = World(dp)
-        for kind, (_, _, _, whole, shared) in KINDS.items():
+        for kind, (*_, whole, shared) in KINDS.items():
             formula = whole + shared / dp
             measured = [held / numel for held, numel in world.run(measure, kind, args.hidden_size, args.num_layers)]
             worst = max(worst, *(abs(value / formula - 1) for value in measured))

@@ -186,6 +186,11 @@ class FlatShard:
         if self.is_copy:
             self.main.copy_(self.model_data)
 
+    def memory(self) -> list[Tensor]:
+        """The flat tensors that exist for this shard beside the buffer's: a step's lasting memory."""
+        copies = [tensor for tensor in (self._grad_copy, self._host_grad) if tensor is not None]
+        return ([self.main] if self.is_copy else []) + copies + list(self.state.values())
+
     def views(self) -> dict[str, dict[str, tuple[Tensor, ShardSpec]]]:
         """By kind (`param` where it is a copy, and each state) and global parameter name: a view and its place.
 

@@ -190,7 +190,7 @@ def test_memory_is_what_the_formula_says():
             for tensor in (buffer.param_data, buffer.grad_data):
                 storages[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         for shard in optimizer.shards:
-            for tensor in (shard.main, *shard.state.values()):
+            for tensor in shard.memory():
                 storages[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         count = sum(p.numel() for p in ddp.module.parameters())
         assert sum(storages.values()) == expected * count
