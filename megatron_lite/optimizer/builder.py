@@ -88,7 +88,7 @@ def get_megatron_optimizer(
         own_groups = {number: groups[number] for number in numbers}
         optimizers = torch_optimizers(config, own_groups, shards, buffers, pg_collection, stacked)
         if config.use_distributed_optimizer:
-            group = _stats_group_of_shards(pg_collection, buffers)
+            group = _stats_group_of_shards(pg_collection, buffers, is_expert)
             parts.append(DistributedOptimizer(optimizers, config, shards, scaler, group, device, chunks))
         else:
             group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
@@ -137,15 +137,18 @@ def _stacked_matrices(
 
 
 def _stats_group_of_shards(
-    pg_collection: ProcessGroupCollection, buffers: Sequence[ParamAndGradBuffer]
+    pg_collection: ProcessGroupCollection, buffers: Sequence[ParamAndGradBuffer], is_expert: bool
 ) -> ProcessGroup | None:
     """Ranks whose shards are one model copy."""
-    sharding = max((group_size(buffer.shard_group) for buffer in buffers), default=1)
-    if group_size(pg_collection.intra_dist_opt) < sharding:
+    sharing = max((group_size(buffer.shard_group) for buffer in buffers), default=1)
+    copy = group_size(pg_collection.tp_ep_pp if is_expert else pg_collection.mp)
+    found = group_size(pg_collection.intra_dist_opt)
+    if found != sharing * copy and buffers:
         raise ConfigError(
-            "ProcessGroupCollection.intra_dist_opt is missing",
-            why="with a distributed optimizer gradients are spread over its ranks, and norms are summed over them",
-            fix="name the ranks that share one set of optimizer states (all ranks, with one instance)",
+            f"ProcessGroupCollection.intra_dist_opt has {found} ranks, not {copy} x {sharing}",
+            why="with a distributed optimizer a model's gradients are spread over the ranks that share one set of "
+            "optimizer states, and norms are summed over them",
+            fix="name these ranks (all ranks, with one instance); initialize_model_parallel does",
         )
     return pg_collection.intra_dist_opt
 

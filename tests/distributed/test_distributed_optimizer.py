@@ -366,7 +366,7 @@ def _without_stats_group():
 
 def test_a_missing_group_for_norms_is_named(world):
     """Else every rank would clip by the norm of its own shard."""
-    assert all("intra_dist_opt is missing" in message for message in world(2).run(_without_stats_group))
+    assert all("intra_dist_opt has 1 ranks, not 1 x 2" in message for message in world(2).run(_without_stats_group))
 
 
 # -- other optimizers --------------------------------------------------------------------------------------------
