@@ -145,14 +145,14 @@ class _Job:
     ):
         self.work, self.files, self.recipe, self.encoder = work, files, recipe, encoder
         self.partitions, self.skip_bad_lines = partitions, skip_bad_lines
-        snapshot = work.begin(resume, skip_bad_lines)
+        snapshot = work.begin(skip_bad_lines, "" if resume else "--no-resume")
         self.writers: list[list[PairWriter]] = []  # of each part, of each key
         if snapshot is not None:
             try:
                 self._open(snapshot.sizes)
             except OSError:  # a file is gone or was cut
                 self.close()
-                snapshot = work.begin(False, skip_bad_lines)
+                snapshot = work.begin(skip_bad_lines, "a file of it is gone, or was cut")
         if snapshot is None:
             self._open(None)
             snapshot = Snapshot(Position(), Totals.of_keys(len(recipe.keys)), self._sizes())

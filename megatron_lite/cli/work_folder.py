@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,8 +62,9 @@ class WorkFolder:
 
     def __init__(self, path: str, identity: dict[str, Any], files: Sequence[str]):
         self.path = Path(path)
-        self._head = {"identity": identity, "files": [_stamp(file) for file in files]}
+        self._head: dict[str, Any] = {"identity": identity, "files": [_stamp(file) for file in files]}
         self._journal = self.path / "journal.jsonl"
+        self._earlier: dict[str, Any] = {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / "lock", "w")  # noqa: SIM115 held until close
@@ -84,38 +86,54 @@ class WorkFolder:
     def stem(self, name: str) -> str:
         return str(self.path / name)
 
-    def begin(self, resume: bool, skip_bad_lines: bool) -> Snapshot | None:
-        """The last snapshot that this run may go on from. What is not used of an earlier run is dropped."""
-        kept = self._usable(skip_bad_lines) if resume else []
+    def begin(self, skip_bad_lines: bool, why_not: str = "") -> Snapshot | None:
+        """The last snapshot that this run may go on from. What is of no use is dropped, which is said.
+
+        Args:
+            why_not: the reason to begin anew in any case; "": there is none.
+        """
+        snapshots, other = self._left()
+        if other and not why_not:
+            why_not = f"{', '.join(other)} differ"
+        kept = self._usable(snapshots, skip_bad_lines) if snapshots and not why_not else []
+        if snapshots and not kept:
+            why = why_not or "its files have changed, or it skipped lines"
+            print(f"What an earlier run left in {self.path} is dropped: {why}", file=sys.stderr)
         with open(temporary := f"{self._journal}.tmp", "w", encoding="utf-8") as file:
             for line in (self._head, *(snapshot.as_json() for snapshot in kept)):
                 file.write(json.dumps(line) + "\n")
         os.replace(temporary, self._journal)
         return kept[-1] if kept else None
 
-    def _usable(self, skip_bad_lines: bool) -> list[Snapshot]:
+    def _left(self) -> tuple[list[Snapshot], list[str]]:
+        """The snapshots of an earlier run, and in which parts of the identity it differs from this one."""
         try:
             lines = self._journal.read_text("utf-8").splitlines()
-            head = json.loads(lines[0])
+            self._earlier = json.loads(lines[0])
         except (OSError, ValueError, IndexError):
-            return []
-        if head["identity"] != self._head["identity"]:
-            return []
-        same = 0
-        for then, now in zip(head["files"], self._head["files"]):
-            if then != now:
-                break
-            same += 1
+            return [], []
         snapshots = []
         for line in lines[1:]:
             try:
-                snapshot = Snapshot.from_json(json.loads(line))
+                snapshots.append(Snapshot.from_json(json.loads(line)))
             except ValueError:  # the run was killed while it wrote this
                 break
-            touched = snapshot.position.file + (snapshot.position.line > 1)
-            if touched <= same and (skip_bad_lines or not snapshot.totals.skipped):
-                snapshots.append(snapshot)
-        return snapshots
+        then, now = self._earlier["identity"], self._head["identity"]
+        return snapshots, [name for name in now if now[name] != then.get(name)]
+
+    def _usable(self, snapshots: list[Snapshot], skip_bad_lines: bool) -> list[Snapshot]:
+        """The first ones, as far as the files are the same and lines were only skipped if this run skips them too."""
+        same = 0
+        for then, now in zip(self._earlier["files"], self._head["files"]):
+            if then != now:
+                break
+            same += 1
+        return [
+            snapshot
+            for snapshot in snapshots
+            if snapshot.position.file + (snapshot.position.line > 1) <= same
+            and (skip_bad_lines or not snapshot.totals.skipped)
+        ]
 
     def commit(self, snapshot: Snapshot) -> None:
         """One more snapshot. The growing files are on the disk already."""

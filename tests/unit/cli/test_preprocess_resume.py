@@ -94,39 +94,40 @@ def test_torn_journal_and_what_was_written_behind_the_last_snapshot_do_no_harm(t
 
 
 def changed_flags(words, shards, tmp_path):
-    return [*words, "--append-eod"], 100
+    return [*words, "--append-eod"], 100, "is dropped: append_eod differ"
 
 
 def replaced_first_file(words, shards, tmp_path):
     write(tmp_path / "s0.jsonl", [{"text": "9 9"}])
-    return words, 81
+    return words, 81, "is dropped: its files have changed"
 
 
 def shortened_growing_file(words, shards, tmp_path):
     os.truncate(tmp_path / "out.preprocess" / "0_0.bin", 3)
-    return words, 100
+    return words, 100, "is dropped: a file of it is gone"
 
 
 def one_more_file(words, shards, tmp_path):
-    return [*words, "--input", *shards, write(tmp_path / "new.jsonl", [{"text": "5"}])], 41
+    return [*words, "--input", *shards, write(tmp_path / "new.jsonl", [{"text": "5"}])], 41, ""
 
 
 def asked_to_begin_anew(words, shards, tmp_path):
-    return [*words, "--no-resume"], 100
+    return [*words, "--no-resume"], 100, "is dropped: --no-resume"
 
 
 @pytest.mark.parametrize(
     "change", [changed_flags, replaced_first_file, shortened_growing_file, one_more_file, asked_to_begin_anew]
 )
-def test_only_what_is_still_true_is_used_again(tmp_path, monkeypatch, shards, change):
+def test_only_what_is_still_true_is_used_again(tmp_path, monkeypatch, capsys, shards, change):
     words = ["--input", *shards, "--workers", "1", *NULL]
     interrupt_at(monkeypatch, json.dumps({"text": "3 7", "n": "7"}))
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, *words)
-    words, lines = change(words, shards, tmp_path)
+    words, lines, said = change(words, shards, tmp_path)
     seen = Seen(monkeypatch)
+    capsys.readouterr()
     assert run(tmp_path, *words) == 0
-    assert len(seen.lines) == lines
+    assert len(seen.lines) == lines and said in capsys.readouterr().err
     assert run(tmp_path, *words, output="whole") == 0
     assert pair_bytes(tmp_path, "out") == pair_bytes(tmp_path, "whole")
 
