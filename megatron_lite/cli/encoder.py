@@ -122,11 +122,14 @@ class Encoder:
     def _join(self, documents: list[list[list[int]]]) -> Documents:
         """One key's documents, one after another.
 
-        Texts without a token are left out; the end of the document goes to its last sequence.
+        Texts without a token are left out; the end of the document goes to its last sequence. A tokenizer that ends
+        every text by itself has ended the other sequences too: that goes.
         """
         counts, parts = [], []
         for texts in documents:
             sequences = [ids for ids in texts if ids]
+            if self.tokenizer.appends_eod:
+                sequences = [*(ids[:-1] for ids in sequences[:-1] if len(ids) > 1), *sequences[-1:]]
             if sequences and self.eod is not None:
                 sequences[-1] = [*sequences[-1], self.eod]
             counts.append(len(sequences))

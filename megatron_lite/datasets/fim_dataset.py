@@ -81,7 +81,7 @@ class GPTFIMDataset(GPTDataset):
         self.config: GPTFIMDatasetConfig = config
         if not config.add_extra_token_to_sequence:
             raise ConfigError("fill-in-the-middle data without the extra token", fix="add_extra_token_to_sequence=True")
-        if config.tokenizer.tokenize(""):
+        if getattr(config.tokenizer, "adds_tokens", False) or config.tokenizer.tokenize(""):  # those of others: either
             raise ConfigError(
                 "--fim-data with a tokenizer that adds special tokens to every text",
                 why="the three parts of a document are tokenised apart: each would begin or end with them",

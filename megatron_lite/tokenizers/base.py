@@ -139,6 +139,11 @@ class MegatronTokenizer(ABC):
         return False
 
     @property
+    def adds_tokens(self) -> bool:
+        """Does `tokenize` put tokens in front of every text, or behind it?"""
+        return False
+
+    @property
     def eos(self) -> int:
         return self.eod
 

@@ -28,6 +28,10 @@ class LibraryTokenizer(MegatronTokenizer):
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=self.include_special_tokens)
         return [encoding.ids if text else [] for text, encoding in zip(texts, encodings)]
 
+    @cached_property
+    def adds_tokens(self) -> bool:
+        return bool(self.tokenizer.encode("", add_special_tokens=self.include_special_tokens).ids)
+
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 

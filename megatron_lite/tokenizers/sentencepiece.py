@@ -190,6 +190,10 @@ class Llama2Tokenizer(SentencePieceTokenizer):
         ids = super().tokenize(text)
         return [self.bos, *ids] if self.legacy and ids else ids
 
+    @property
+    def adds_tokens(self) -> bool:
+        return self.legacy
+
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.tokenize(text) for text in texts] if self.legacy else super().tokenize_batch(texts)
 

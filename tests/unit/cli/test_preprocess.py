@@ -128,6 +128,16 @@ def test_C008_C009_every_document_ends_with_one_end_token(tmp_path, named, adds,
     assert sequences(tmp_path) == ids
 
 
+@pytest.mark.parametrize("end", ["--append-eod", ""])
+def test_C008_a_document_of_several_texts_ends_once(tmp_path, end):
+    """The tokenizer ends every text by itself, also those inside a document, and one that is nothing but that end."""
+    source = write(tmp_path / "in.jsonl", [{"text": ["hello", "", "world"]}, {"text": ["a"]}, {"text": [""]}])
+    folder = write_hf(tmp_path / "hf", named={"eos_token": "</s>"}, adds="$A </s>")
+    flags = ["--tokenizer-type=HuggingFaceTokenizer", "--tokenizer-model", folder, *end.split()]
+    assert run(tmp_path, "--input", source, "--workers", "1", *flags) == 0
+    assert sequences(tmp_path) == [[0], [1, 2], [4, 2]]
+
+
 def test_C016_shards_gzipped_or_not_in_their_order(tmp_path):
     for i in range(5):
         write(tmp_path / f"s{i}.jsonl{'.gz' if i % 2 else ''}", [{"text": f"{i} {j}"} for j in range(3)])

@@ -69,7 +69,8 @@ def test_a_document_is_never_cut_or_padded(tmp_path):
 def test_C001_an_empty_text_has_no_token_whatever_is_added_to_others(tmp_path):
     tokenizer = HuggingFaceTokenizer(files.hugging_face(tmp_path / "t", NAMED, "<s> $A </s>"))
     assert tokenizer.tokenize("") == [] and tokenizer.tokenize_batch(["", "a"])[0] == []
-    assert tokenizer.offsets([], "") == []
+    assert tokenizer.offsets([], "") == [] and tokenizer.adds_tokens
+    assert not HuggingFaceTokenizer(str(tmp_path / "t"), include_special_tokens=False).adds_tokens
 
 
 def test_C007_a_tokenizer_without_an_end_names_itself_and_the_flag(tmp_path):

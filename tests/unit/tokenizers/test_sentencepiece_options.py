@@ -74,6 +74,7 @@ def test_legacy_of_the_others_adds_what_is_given_alone(model):
     assert tokenizer.vocab_size == 341 and tokenizer.tokenize("<think>") == [340] and tokenizer.eod == 2
     llama = Llama2Tokenizer(model, legacy=True)
     assert llama.tokenize("the cat") == [1, *llama.tokenizer.encode("the cat")]
+    assert llama.adds_tokens and not tokenizer.adds_tokens
     assert llama.tokenize_batch(["the", ""]) == [llama.tokenize("the"), []]
 
 
