@@ -283,6 +283,9 @@ class LoggingConfig:
     profile_step_end: int = flag(12, "Step at which the profile ends.", unit="iteration")
     profile_ranks: list[int] = flag([], "Ranks that profile. Default: all.", nargs="+")
     use_pytorch_profiler: bool = flag(False, "A trace of torch.profiler, also on CUDA.")
+    log_communication: bool = flag(
+        False, "What a step moves between ranks, by group and purpose: calls and MiB. Not in Megatron."
+    )
 
 
 @dataclass(kw_only=True)

@@ -244,16 +244,17 @@ class Loop:
         args = self.args
         assert self.optimizer is not None and self.scheduler is not None, "this run was set up without training"
         try:
-            result = train_step(
-                self.forward_step_func,
-                self.train_data,  # type: ignore[arg-type]
-                self.model,
-                self.optimizer,
-                self.scheduler,
-                args,
-                iteration,
-                self.pg_collection,
-            )
+            with self.log.communication.step():
+                result = train_step(
+                    self.forward_step_func,
+                    self.train_data,  # type: ignore[arg-type]
+                    self.model,
+                    self.optimizer,
+                    self.scheduler,
+                    args,
+                    iteration,
+                    self.pg_collection,
+                )
         except StopIteration:
             raise self._out_of_data(iteration) from None
         args.iteration = iteration

@@ -30,6 +30,7 @@ from megatron_lite.num_microbatches_calculator import get_num_microbatches
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.timers import Timers
 from megatron_lite.training import global_vars
+from megatron_lite.training.communication_log import CommunicationLog, as_text
 from megatron_lite.training.evaluation import perplexity, result_line, validation_tag
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.train_step import StepResult
@@ -71,6 +72,7 @@ class TrainingLog:
         global_vars.set_tensorboard_writer(self.writer)
         global_vars.set_wandb_writer(self.wandb)
         self.metrics = _metrics_file(args) if self.is_last_rank else None
+        self.communication = CommunicationLog(args.log_communication)
         self._sums: dict[str, float] = {}
         self._counted = self._skipped = self._nan = 0
         self._iterations = self._tokens = 0
@@ -186,6 +188,7 @@ class TrainingLog:
                 "tflops_per_device": throughput,
                 "skipped_iterations": self._skipped,
                 "nan_iterations": self._nan,
+                **({"communication": self.communication.rows()} if self.communication.enabled else {}),
             }
         )
         if args.log_timers_to_tensorboard:
@@ -197,11 +200,14 @@ class TrainingLog:
         if self._report_memory:
             self._report_memory = False
             print_memory(iteration, args.device, self.pg_collection)
+        if self.communication.enabled:
+            print_rank_last(as_text(self.communication.rows(), rank_and_world_size()[0]))
         if ends:
             self.timers.log(_TIMERS, normalizer=self._iterations)
         self.flush()
 
     def _start_over(self) -> None:
+        self.communication.start_over()
         self._sums.clear()
         self._counted = self._skipped = self._nan = self._iterations = self._tokens = 0
 
