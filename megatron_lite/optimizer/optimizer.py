@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
 from megatron_lite.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_lite.errors import CheckpointError
 from megatron_lite.optimizer.clip_grads import clip_coefficient, count_zeros, norm_of_power, total_power
 from megatron_lite.optimizer.flat_shard import FlatShard
@@ -123,14 +124,16 @@ class MegatronOptimizer:
             with self._timed("optimizer-count-zeros"):
                 num_zeros = self.count_zeros()
         with self._timed("optimizer-inner-step"):
-            for part in self.parts:
-                part.inner_step(scale / coefficient)
+            ahead = self._step_first_chunk(scale / coefficient)
+            rest = [shard for part in self.parts for shard in part.shards if shard.buffer not in ahead]
+            self._inner_step(rest, scale / coefficient)
         with self._timed("optimizer-copy-main-to-model-params"):
-            for part in self.parts:
-                for shard in part.shards:
-                    shard.copy_main_to_model()
+            for shard in rest:
+                shard.copy_main_to_model()
+        for part in self.parts:
+            part._grads, part._num_updates = [], part._num_updates + 1
         with self._timed("params-all-gather"):
-            self.gather_params()
+            self.gather_params(done=ahead)
         return True, norm, num_zeros
 
     def prepare_grads(self) -> None:
@@ -166,26 +169,53 @@ class MegatronOptimizer:
         collectives.all_reduce(total, self.grad_stats_group, purpose="zeros in gradients")
         return int(total)
 
-    def inner_step(self, divisor: float) -> None:
-        """torch's update with gradients / divisor. The fused kernels divide as they read (and write back)."""
-        for shard, grad in zip(self.shards, self._grads):
-            shard.attach_grads(grad)
+    def _inner_step(self, shards: Sequence[FlatShard], divisor: float) -> None:
+        """torch's update of these shards with gradients / divisor. The fused kernels divide as they read (and write
+        back)."""
+        chosen = set(map(id, shards))
         scale = None
         if divisor != 1.0:
             scale = torch.full((), divisor, dtype=torch.float32, device=self.device)
-        for optimizer in self.optimizers:
-            optimizer.grad_scale = scale  # type: ignore[attr-defined]
-            optimizer.step()
-        self._num_updates += 1
-        for shard in self.shards:
+        for part in self.parts:
+            for shard, grad in zip(part.shards, part._grads):
+                if id(shard) in chosen:
+                    shard.attach_grads(grad)
+            for optimizer in part.optimizers:
+                optimizer.grad_scale = scale  # type: ignore[attr-defined]
+                optimizer.step()
+        for shard in shards:
             shard.detach_grads()
-        self._grads = []
 
-    def gather_params(self) -> None:
+    def _step_first_chunk(self, divisor: float) -> Sequence[ParamAndGradBuffer]:
+        """`--overlap-param-gather-with-optimizer-step`: update the first chunk, whose forward comes first, and let its
+        parameters travel while the others are updated.
+
+        Returns: its buffers; none without the flag.
+        """
+        chunks = [chunk for part in self.parts for chunk in part.gathered_chunks]
+        # Muon exchanges parts of all matrices at once, and a package's Adam counts its steps by group: they step once.
+        steps_once = self.config.optimizer == "muon" or any("step" in group for group in self.param_groups)
+        if not self.config.overlap_param_gather_with_optimizer_step or not chunks or steps_once:
+            return []
+        first = chunks[0]
+        shards = [shard for part in self.parts for shard in part.shards if shard.buffer in first.grad_buffers]
+        self._inner_step(shards, divisor)
+        for shard in shards:
+            shard.copy_main_to_model()
+        first.params_updated()
+        first.start_param_sync()
+        return first.grad_buffers
+
+    def gather_params(self, done: Sequence[ParamAndGradBuffer] = ()) -> None:
         """Give every rank the parameters that other ranks have updated, now or (overlap) in the next forward; nothing
-        where the optimizer is not sharded."""
+        where the optimizer is not sharded.
+
+        Args:
+            done: buffers of chunks that are on their way.
+        """
         for chunk in {id(chunk): chunk for part in self.parts for chunk in part.gathered_chunks}.values():
-            chunk.params_updated()
+            if not any(buffer in done for buffer in chunk.grad_buffers):
+                chunk.params_updated()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

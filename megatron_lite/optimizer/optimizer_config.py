@@ -92,6 +92,9 @@ class OptimizerConfig:
     # -- sharing and hooks
     use_distributed_optimizer: bool = False
     overlap_param_gather: bool = False
+    overlap_param_gather_with_optimizer_step: bool = flag(
+        False, "Gather the first model chunk's parameters while the other chunks are updated (interleaved pipeline)."
+    )
     clip_grad: float = flag(1.0, "Ceiling of the global gradient norm; 0: no clipping.")
     grad_norm_skip_threshold: float = math.inf
     log_num_zeros_in_grad: bool = False
@@ -123,6 +126,12 @@ class OptimizerConfig:
                 f"--muon-num-ns-steps {self.muon_num_ns_steps}",
                 why="without a step nothing becomes orthogonal",
                 fix="5",
+            )
+        if self.overlap_param_gather_with_optimizer_step and not self.overlap_param_gather:
+            raise ConfigError(
+                "--overlap-param-gather-with-optimizer-step without --overlap-param-gather",
+                why="it starts the first of the gathers that this flag overlaps",
+                fix="--overlap-param-gather, or leave it out",
             )
         self._number_formats()
 

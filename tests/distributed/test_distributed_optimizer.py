@@ -9,9 +9,17 @@ from torch import nn
 
 from megatron_lite import collectives
 from megatron_lite.checkpointing import sharded
+from megatron_lite.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_lite.distributed.buffer_layout import Range
 from megatron_lite.errors import ConfigError
-from megatron_lite.optimizer import ChainedOptimizer, DistributedOptimizer, get_grad_norm_fp32
+from megatron_lite.model_parallel_config import ModelParallelConfig
+from megatron_lite.optimizer import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    OptimizerConfig,
+    get_grad_norm_fp32,
+    get_megatron_optimizer,
+)
 from megatron_lite.process_groups import make_process_groups
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.rank_grid import grids
@@ -252,6 +260,52 @@ def test_a_step_moves_the_buffer_once_each_way(world):
             ("all_gather", "parameters"): (1, 4 * numel),
             ("all_reduce", "gradient norm"): (1, 8),
         }
+
+
+def _two_chunks(ahead, dtype):
+    """Two model chunks under one optimizer. Calls and bytes of gathers when the step ends, and what was trained."""
+    groups = _groups()
+    options = DistributedDataParallelConfig(**OVERLAP, grad_reduce_in_fp32=True)
+    chunks = [
+        DistributedDataParallel(ModelParallelConfig(), options, SmallModel(seed).to(dtype), True, groups)
+        for seed in (0, 1)
+    ]
+    for number, chunk in enumerate(chunks):  # as pipeline stages name them
+        for name, param in chunk.module.named_parameters():
+            param.shard = whole(f"{number}.{name}", tuple(param.shape))
+    config = OptimizerConfig(
+        lr=0.01,
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+        overlap_param_gather_with_optimizer_step=ahead,
+    )
+    opt = get_megatron_optimizer(config, chunks, pg_collection=groups)
+    under_way = []
+    for step in range(3):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        for chunk in chunks:
+            chunk(_my_rows(step, 1)[0]).float().square().sum(1).mean().backward()
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+        collectives.COUNTERS.clear()
+        opt.step()
+        under_way.append(
+            sum(calls for (_, kind, _), (calls, _) in collectives.COUNTERS.items() if kind == "all_gather")
+        )
+    for chunk in chunks:
+        chunk.finish_param_sync()
+    state = opt.common_state()["step"], len(opt.sharded_state())
+    return under_way, state, [p.detach().clone() for chunk in chunks for p in chunk.module.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_chunks_gather_starts_inside_the_step(world, dtype):
+    """And nothing else changes: bit-equal weights."""
+    late, early = world(2).run(_two_chunks, False, dtype), world(2).run(_two_chunks, True, dtype)
+    for (started, state, weights), (started_early, state_early, weights_early) in zip(late, early):
+        assert started == [0, 0, 0] and started_early == [1, 1, 1] and state == state_early and state[0] == 3
+        assert all(torch.equal(a, b) for a, b in zip(weights, weights_early))
 
 
 # -- skipping, norms, kinds of parameters ------------------------------------------------------------------------
