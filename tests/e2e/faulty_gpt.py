@@ -1,5 +1,7 @@
 """pretrain_gpt with a fault that can be chosen: a user's own script, with flags of its own."""
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,7 +21,8 @@ calls = 0
 def add_flags(parser):
     """Flags of this script."""
     group = parser.add_argument_group("fault")
-    group.add_argument("--fault", choices=("nan-loss", "nan-grad", "no-tokens", "uneven-masks"), default=None)
+    faults = ("nan-loss", "nan-grad", "no-tokens", "uneven-masks", "raise", "raise-in-backward", "exit", "kill")
+    group.add_argument("--fault", choices=faults, default=None)
     group.add_argument("--fault-call", type=int, default=None, help="forward pass of training, from 1; default: all")
     group.add_argument("--fault-rank", type=int, default=0)
     group.add_argument("--started-minutes-ago", type=float, default=None, help="pretend it at the first batch")
@@ -46,7 +49,19 @@ def forward_step(data_iterator, model):
         losses.register_hook(lambda grad: grad * float("nan"))
     elif here and args.fault == "no-tokens":
         mask.zero_()
+    elif here and args.fault == "raise":
+        raise ValueError("this rank has had enough")
+    elif here and args.fault == "raise-in-backward":
+        losses.register_hook(_raise)
+    elif here and args.fault == "exit":
+        os._exit(17)
+    elif here and args.fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     return losses, loss_func
+
+
+def _raise(grad):
+    raise ValueError("this rank has had enough")
 
 
 if __name__ == "__main__":
