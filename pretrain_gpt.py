@@ -52,27 +52,7 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]
 def train_valid_test_datasets_provider(sizes: list[int | None]) -> tuple[Any, Any, Any]:
     """GPT data sets of the three splits."""
     args = training.get_args()
-    blend, blend_per_split = training.get_blend_and_blend_per_split(args)
-    config = datasets.GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=training.get_tokenizer(),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        # Without resets every mask is the causal one, which attention makes by itself: no sample carries it.
-        create_attention_mask=args.reset_attention_mask,
-    )
-    kind = datasets.MockGPTDataset if args.mock_data else datasets.GPTDataset
+    kind, config = training.gpt_dataset_class(args), training.gpt_dataset_config(args, training.get_tokenizer())
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     built = datasets.BlendedMegatronDatasetBuilder(kind, sizes, training.is_dataset_built_on_rank, config).build()
     print_rank_0("> finished creating GPT datasets ...")

@@ -27,6 +27,7 @@ __getattr__, __dir__, __all__ = lazy_face(
         "data_loading": ["get_blend_and_blend_per_split", "is_dataset_built_on_rank"],
         "entry": ["pretrain"],
         "gpt_builder": ["gpt_builder"],
+        "gpt_data": ["gpt_dataset_class", "gpt_dataset_config"],
         "initialize": ["initialize_megatron", "set_random_seed"],
         "model_setup": ["get_model", "setup_model_and_optimizer"],
         "global_vars": [

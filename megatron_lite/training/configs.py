@@ -198,7 +198,26 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
     eod_mask_loss: bool = flag(False, "No loss on end-of-document tokens.")
+    sft: bool = flag(False, "Fine-tune on conversations: data paths are files of JSON lines with messages.")
+    create_attention_mask_in_dataloader: bool = flag(
+        True,
+        "Make no masks: attention hides the future by itself. Without --reset-attention-mask none is made anyway.",
+        off="--no-create-attention-mask-in-dataloader",
+    )
+    dataloader_inter_document_masking: bool = flag(
+        False, "Attention and positions stay inside the corpus' documents, whatever tokens they end with."
+    )
     mmap_bin_files: bool = flag(True, "Read .bin with ordinary reads.", off="--no-mmap-bin-files")
+    allow_ambiguous_pad_tokens: bool = flag(
+        False, "Take the pad token as padding even where it is another special token as well."
+    )
+    dataloader_fast_cache_load: bool = flag(
+        False, "Take the index caches as they are: no rank waits for another, nothing is compared."
+    )
+    dataloader_defer_npy_index_mmap: bool = flag(False, "Open the index caches at the first sample.")
+    per_dataset_sequences_path: str | None = flag(
+        None, "JSON file, prefix -> [sequences, document marks]: indices are not searched for damage."
+    )
     data_sharding: bool = flag(
         True,
         "With --dataloader-type cyclic, shuffle all samples together, not each rank's share.",
@@ -209,6 +228,23 @@ class DataConfig:
         "One pass in order, shuffled epochs, or an iterator of yours. Default: single.",
         choices=("single", "cyclic", "external"),
     )
+
+
+@dataclass(kw_only=True)
+class FillInTheMiddleConfig:
+    """Documents rearranged, so that a model learns to complete what lies between two texts."""
+
+    fim_data: bool = flag(False, "Rearrange documents.")
+    fim_rate: float = flag(0.5, "Share of the documents that are rearranged.")
+    fim_spm_rate: float = flag(0.5, "Share of these whose suffix comes first.")
+    fim_split_sample: str | None = flag(None, "A token that cuts documents into fragments.")
+    fim_fragment_rate: float | None = flag(None, "Share of the fragments that are rearranged.")
+    fim_no_prefix: str | None = flag(None, "A text that begins so stays as it is.")
+    fim_prefix_token: str = flag("<fim_prefix>", "Token before the prefix.")
+    fim_middle_token: str = flag("<fim_middle>", "Token before the middle.")
+    fim_suffix_token: str = flag("<fim_suffix>", "Token before the suffix.")
+    fim_pad_token: str = flag("<fim_pad>", "Token that fills samples that became shorter.")
+    fim_eod_token: str = flag("<|endoftext|>", "Token at which samples are cut into documents.")
 
 
 @dataclass(kw_only=True)
@@ -317,6 +353,7 @@ RUN_CONFIGS = (
     RNGConfig,
     SchedulerConfig,
     DataConfig,
+    FillInTheMiddleConfig,
     ValidationConfig,
     LoggingConfig,
     DistributedInitConfig,

@@ -29,9 +29,7 @@ CAPABILITIES = {
         "leave it out: checkpoints are sharded, atomic and read under any layout",
     ),
     "cp": ("context parallelism", "--context-parallel-size 1"),
-    "data": ("this data option", "leave it out"),
     "diagnostics": ("this diagnostic", "--log-throughput, --timing-log-level 2, --log-params-norm, --profile"),
-    "fim": ("fill-in-the-middle data", "leave it out"),
     "fp8": ("FP8", "--bf16"),
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
     "launch": ("this way to stop", "--exit-signal-handler, --exit-interval or --exit-duration-in-mins"),
@@ -49,7 +47,6 @@ CAPABILITIES = {
     "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
     "retro": ("Retro", "pretrain_gpt.py trains GPT"),
     "retro preprocessing": ("preprocessing for Retro", "megatron-lite preprocess prepares data for GPT"),
-    "sft": ("fine-tuning on chats", "pretraining data"),
     "t5": ("T5", "pretrain_gpt.py trains GPT"),
     "tensor dumps": ("writing tensors of a step to files", "--log-params-norm, --log-num-zeros-in-grad"),
     "text server": ("the text server", "megatron-lite generate"),
@@ -95,7 +92,10 @@ REASONS = {
     "local checkpoints": ("it needs NVIDIA's resiliency package", "--non-persistent-ckpt-type global"),
     "mamba": ("hybrid models come later, if at all", "attention layers"),
     "mtp hsm": ("it is experimental", "--mtp-num-layers alone"),
-    "object storage": ("there is no client for object storage", "copy the data to disk"),
+    "object storage": (
+        "prefixes as s3://bucket/corpus are read through the package fsspec",
+        "leave it out: the .idx of such a corpus is kept below --data-cache-path",
+    ),
     "onnx": ("there is no export to ONNX", "export to Hugging Face"),
     "outside manager": ("process groups are made at start-up", "the Python API takes your own process groups"),
     "per-sample cp": ("the context-parallel size is one for all samples", "--context-parallel-size"),
@@ -120,7 +120,6 @@ PENDING_VALUES: dict[str, dict[str, str]] = {
     "optimizer": dict.fromkeys(("soap", "adaptive_muon"), "optimizers"),
     "ckpt_format": dict.fromkeys(("torch", "torch_dcp", "fsdp_dtensor"), "torch format"),
     "transformer_impl": {"inference_optimized": "inference layers"},
-    "tokenizer_type": {"SFTTokenizer": "sft"},
 }
 
 

@@ -314,6 +314,69 @@ GIVEN: tuple[Rule, ...] = (
         "only your loader knows where its data end",
         "--eval-iters N, or another --dataloader-type",
     ),
+    Rule(
+        lambda a: a.reset_attention_mask and not a.create_attention_mask_in_dataloader,
+        "--reset-attention-mask with --no-create-attention-mask-in-dataloader",
+        "without the mask of each sample, attention would cross documents",
+        "leave one of them out, or --dataloader-inter-document-masking, which needs no mask in the loader",
+    ),
+    _exclusive(
+        "dataloader_inter_document_masking",
+        "reset_attention_mask",
+        "documents are told apart by the corpus or by their end tokens",
+    ),
+    _exclusive(
+        "dataloader_inter_document_masking", "fim_data", "rearranged documents have other lengths than the corpus says"
+    ),
+    *(
+        Rule(
+            lambda a, name=name: getattr(a, name) and not a.data_cache_path,  # type: ignore[misc]
+            f"{_flag(name)} without --data-cache-path",
+            "it reads index caches that an earlier run has made",
+            "--data-cache-path FOLDER",
+        )
+        for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap")
+    ),
+    Rule(
+        lambda a: a.per_dataset_sequences_path is not None and a.mock_data,
+        "--per-dataset-sequences-path {per_dataset_sequences_path} with --mock-data",
+        "made-up samples come from no files",
+        "leave one of them out",
+    ),
+    # -- conversations
+    Rule(
+        lambda a: a.sft and a.tokenizer_type != "SFTTokenizer",
+        "--sft with --tokenizer-type {tokenizer_type}",
+        "another tokenizer reads no conversations",
+        "--tokenizer-type SFTTokenizer",
+    ),
+    *(
+        _exclusive("sft", name, "conversations are read from files of their own, and kept apart as it is")
+        for name in ("mock_data", "fim_data", "reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+    ),
+    # -- fill in the middle
+    _exclusive("fim_data", "mock_data", "made-up samples are numbers, and parts of a text are rearranged"),
+    Rule(
+        lambda a: not a.fim_data and bool(_fim_flags(a)) and {"found": " and ".join(_fim_flags(a))},
+        "{found} without --fim-data",
+        "nothing is rearranged",
+        "--fim-data, or leave the flag out",
+    ),
+    *(
+        Rule(
+            lambda a, name=name: getattr(a, name) is not None and not 0 <= getattr(a, name) <= 1,  # type: ignore[misc]
+            f"{_flag(name)} {{{name}}}",
+            "it is a share",
+            f"{_flag(name)} 0.5",
+        )
+        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate")
+    ),
+    Rule(
+        lambda a: a.fim_split_sample is not None and a.fim_fragment_rate is None,
+        "--fim-split-sample {fim_split_sample} without --fim-fragment-rate",
+        "it cuts documents into fragments, and how many of these are rearranged is not said",
+        "--fim-fragment-rate 0.5",
+    ),
     # -- checkpoints
     Rule(
         lambda a: a.save is not None and not a.save_interval,
@@ -417,6 +480,14 @@ GIVEN: tuple[Rule, ...] = (
         "--recompute-granularity selective",
     ),
 )
+
+
+def _fim_flags(a: Namespace) -> list[str]:
+    """The flags of fill-in-the-middle data that were given a value of their own."""
+    shares = {"fim_rate": 0.5, "fim_spm_rate": 0.5, "fim_fragment_rate": None}
+    others = ("fim_split_sample", "fim_no_prefix")
+    given = [name for name, default in shares.items() if getattr(a, name) != default]
+    return [_flag(name) for name in given + [name for name in others if getattr(a, name) is not None]]
 
 
 def _sources(a: Namespace) -> list[str]:

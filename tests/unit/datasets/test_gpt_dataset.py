@@ -182,7 +182,48 @@ def test_every_sample_asked_for_can_be_read(tmp_path_factory, sizes, s, wanted):
     assert counts.sum() > dataset.num_epochs * sum(sizes) - s - 1  # only the tail of the last epoch is left out
 
 
-# -- mock data ------------------------------------------------------------------------------------------------------
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=10).filter(sum),
+    s=st.integers(1, 12),
+    wanted=st.one_of(st.none(), st.integers(1, 60)),
+    seed=st.integers(0, 2**32 - 1),
+    extra=st.booleans(),
+    drop=st.booleans(),
+)
+@example(sizes=[3, 5, 0], s=4, wanted=None, seed=0, extra=True, drop=False)
+@example(sizes=[8], s=4, wanted=7, seed=0, extra=False, drop=False)
+def test_samples_are_the_stream_of_the_epochs_to_the_last_token(tmp_path_factory, sizes, s, wanted, seed, extra, drop):
+    """Any documents, lengths, counts and seeds: each token is an input, and a label, as often as promised."""
+    starts = np.concatenate([[1], 1 + np.cumsum(sizes)])
+    documents = [list(range(start, start + size)) for start, size in zip(starts, sizes)]
+    prefix = write_corpus(tmp_path_factory.mktemp("c") / "c", documents)
+    dataset = build(
+        ([prefix], None),
+        (0, wanted, 0),
+        sequence_length=s,
+        split="0,1,0",
+        random_seed=seed,
+        add_extra_token_to_sequence=extra,
+        drop_last_partial_validation_sequence=drop,
+    )[1]
+    stream = [token for document in dataset.document_index for token in documents[document]]
+    assert len(stream) == dataset.num_epochs * sum(sizes)
+    assert len(dataset) >= (wanted or 0)
+    usable = max(0, len(stream) - extra)
+    assert len(dataset) == (usable // s if drop else -(-usable // s))
+    counted = 0
+    for k, item in enumerate(np.argsort(dataset.shuffle_index)):
+        sample = dataset[int(item)]
+        inputs, labels = stream[k * s : (k + 1) * s], stream[k * s + 1 : (k + 1) * s + 1]
+        labels = labels[: s if extra else s - 1]  # without the extra token the last label is not known
+        assert sample["tokens"].tolist() == inputs + [0] * (s - len(inputs))
+        assert sample["labels"].tolist() == labels + [0] * (s - len(labels))
+        assert sample["loss_mask"].tolist() == [1] * len(labels) + [0] * (s - len(labels))
+        counted += len(labels)
+    if extra:  # every token of the stream but its first is a label once
+        assert counted == (len(dataset) * s if drop else len(stream) - 1)
+
 
 # -- documents of the corpus as boundaries ----------------------------------------------------------------------------
 
@@ -244,6 +285,8 @@ def test_announced_counts_are_held_against_the_header(tmp_path):
     with pytest.raises(DataError, match=f"no entry for {prefix}"):
         build(([prefix], None), sequences_per_dataset={"other": [9, 10]})
 
+
+# -- mock data ------------------------------------------------------------------------------------------------------
 
 
 def test_mock_data_counts_up_and_ends():

@@ -165,6 +165,31 @@ BROKEN = [
     ("--data-path x --split 1,2,3,4", "", ["--split 1,2,3,4", "4 numbers"]),
     ("--data-path x --split 0,0,0", "", ["--split 0,0,0"]),
     ("--data-path x --split=-1,2", "", ["negative"]),
+    (
+        "--reset-attention-mask --no-create-attention-mask-in-dataloader",
+        "",
+        ["--reset-attention-mask with --no-create", "attention would cross documents"],
+    ),
+    (
+        "--dataloader-inter-document-masking --reset-attention-mask",
+        "",
+        ["--dataloader-inter-document-masking and --reset-attention-mask"],
+    ),
+    ("--dataloader-inter-document-masking --fim-data", "", ["--dataloader-inter-document-masking and --fim-data"]),
+    ("--dataloader-fast-cache-load", "", ["--dataloader-fast-cache-load without --data-cache-path"]),
+    ("--dataloader-defer-npy-index-mmap", "", ["--dataloader-defer-npy-index-mmap without --data-cache-path"]),
+    ("--mock-data --per-dataset-sequences-path x", "", ["--per-dataset-sequences-path x with --mock-data"]),
+    ("--mock-data --fim-data", "", ["--fim-data and --mock-data"]),
+    ("--sft", "", ["--sft with --tokenizer-type NullTokenizer"]),
+    *(
+        (f"--sft {flag}", "", [f"--sft and {flag}"])
+        for flag in ("--mock-data", "--fim-data", "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
+    ),
+    ("--fim-rate 0.3 --fim-no-prefix x", "", ["--fim-rate and --fim-no-prefix without --fim-data"]),
+    ("--fim-data --fim-rate 1.5", "", ["--fim-rate 1.5"]),
+    ("--fim-data --fim-spm-rate -1", "", ["--fim-spm-rate -1"]),
+    ("--fim-data --fim-fragment-rate 2", "", ["--fim-fragment-rate 2"]),
+    ("--fim-data --fim-split-sample x", "", ["--fim-split-sample x without --fim-fragment-rate"]),
     ("--tokenizer-type SentencePieceTokenizer", "", ["without --tokenizer-model"]),
     ("", "--vocab-size", ["--tokenizer-type NullTokenizer without --vocab-size"]),
     ("--tokenizer-type GPT2BPETokenizer", "", ["GPT2BPETokenizer without --vocab-file and --merge-file"]),
