@@ -12,7 +12,9 @@ Rank 0 of a tensor-parallel group reads for the group; the others hold `ReadElse
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +59,8 @@ class RunData(NamedTuple):
 def get_blend_and_blend_per_split(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
     """What the data flags name: one blend that `--split` cuts, or a blend for each split; both None for made-up data.
 
-    Raises: DataError for a file of paths that cannot be read.
+    Raises: DataError for a file of paths that cannot be read; ConfigError where nothing is named. (Megatron makes up
+        samples then; nobody should train on them unawares.)
     """
     words = args.data_path
     if args.data_args_path:
@@ -76,6 +79,12 @@ def get_blend_and_blend_per_split(args: Namespace) -> tuple[Blend | None, list[B
         per_split = [words.split() if isinstance(words, str) else words for words in lists]
     if any(per_split):
         return None, [get_blend_from_list(words) for words in per_split]
+    if not words and not args.mock_data:
+        raise ConfigError(
+            "no --data-path, and no --mock-data",
+            why="a run reads its samples, or is told to make them up",
+            fix="--data-path PREFIX",
+        )
     return get_blend_from_list(words), None
 
 
@@ -303,6 +312,9 @@ def _endless(dataset: Any, consumed: int, args: Namespace, share: dict[str, Any]
 def _loader(dataset: Dataset, sampler: Any, args: Namespace, persistent: bool = True) -> DataLoader:
     ignored = {args.exit_signal, signal.SIGUSR1}
     guarded = args.exit_signal_handler or args.exit_signal_handler_for_dataloader
+    if guarded and args.num_workers:
+        atexit.unregister(_end_workers)
+        atexit.register(_end_workers)
     return DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -320,3 +332,12 @@ def _ignore_signals(numbers: set[int], worker: int) -> None:
     worker ends with its parent."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """At the exit of a failed run, whose iterators its traceback still holds: multiprocessing would end the workers by
+    the signal that they ignore, and wait for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's own handler takes a worker's end for a failure
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

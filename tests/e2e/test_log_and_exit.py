@@ -179,6 +179,23 @@ def test_a_signal_ends_the_run_after_a_save(tmp_path, number):
     assert folders.read_tracker(tmp_path) == last >= 3
 
 
+def test_a_signal_to_every_process_of_the_job_ends_it_after_a_save(tmp_path):
+    """As schedulers send it. The processes that read data died of it, and the run with them, before it had saved."""
+    flags = "--train-iters 100000 --exit-signal-handler --save-interval 100000 --num-workers 2".split()
+    process = subprocess.Popen(
+        command(*TINY, *flags, "--save", tmp_path),
+        stdout=subprocess.PIPE, text=True, cwd=os.getcwd(), env=environment(), start_new_session=True,
+    )  # fmt: skip
+    out = []
+    for line in process.stdout:
+        out.append(line)
+        if "iteration        3/" in line:
+            os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait() == 0
+    assert "[exiting program after receiving SIGTERM.] datetime: " in "".join(out)
+    assert folders.read_tracker(tmp_path) >= 3
+
+
 def test_skipped_iterations_read_their_batch_and_leave_weights_alone(tmp_path):
     """A batch that is not read would shift the data of all later iterations."""
     plain = run(*TINY, "--train-iters", 4).ok()

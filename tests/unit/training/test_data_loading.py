@@ -3,9 +3,12 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +30,7 @@ BASE = (
     "--tokenizer-type NullTokenizer --vocab-size 7 --lr 1e-3 --micro-batch-size 2 --global-batch-size 8 --num-workers 0"
 )
 ALONE = ProcessGroupCollection()
+ROOT = Path(__file__).parents[3]
 
 
 def arguments(flags: str, *, world_size: int = 1, **position: int) -> Namespace:
@@ -226,7 +230,9 @@ def test_files_of_paths_are_read(tmp_path):
     per_split = [(["a", "b"], [1.0, 3.0]), (["c", "d", "e"], None), None]
     assert blends("--per-split-data-args-path", str(tmp_path / "splits.json")) == (None, per_split)
     assert blends("--valid-data-path", "c", "--test-data-path", "d") == (None, [None, (["c"], None), (["d"], None)])
-    assert blends() == (None, None)
+    assert blends("--mock-data") == (None, None)
+    with pytest.raises(ConfigError, match="no --data-path, and no --mock-data"):
+        blends()
     with pytest.raises(DataError, match="--data-args-path .*nothere cannot be read"):
         blends("--data-args-path", str(tmp_path / "nothere"))
     (tmp_path / "splits.json").write_text("[1]")
@@ -265,6 +271,24 @@ def test_a_signal_to_all_processes_of_the_job_does_not_end_its_data(flag):
         os.kill(int(first["pid"][0]), signal.SIGTERM)
         time.sleep(0.05)
         assert ids(iterator, 19) == [[i, i + 1] for i in range(2, 40, 2)]
+
+
+_FAILING = """
+import sys
+from tests.unit.training.test_data_loading import Numbers, arguments, data
+iterator = data(arguments("--train-iters 6 --eval-iters 0 --num-workers 2 --exit-signal-handler"), Numbers(400)).train
+next(iterator)
+raise ValueError("a fault of the script")
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_ignore_the_signal_do_not_keep_a_failed_run_alive():
+    """Its traceback holds the iterator, so that the workers are still there at the exit: they ended with no signal, and
+    the process waited for them for ever."""
+    words = [sys.executable, "-c", _FAILING]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: a fault of the script\n")
 
 
 def _global_batches(ranks: int, consumed: int, steps: int) -> list[list[list[int]]]:
