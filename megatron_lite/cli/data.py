@@ -17,6 +17,7 @@ from megatron_lite.errors import ConfigError, DataError
 VERBS = {
     "merge": ("megatron_lite.cli.data_merge", "several pairs -> one, in order"),
     "inspect": ("megatron_lite.cli.data_inspect", "what is in a pair: header, counts, samples, checks"),
+    "index": ("megatron_lite.cli.data_index", "build the index caches of a run before it starts, without a GPU"),
 }
 
 

@@ -29,7 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "train-tokenizer": ("megatron_lite.cli.train_tokenizer", "train a tokenizer on a JSONL corpus"),
     "preprocess": ("megatron_lite.cli.preprocess", "JSONL -> tokenized .bin/.idx files for --data-path"),
-    "data": ("megatron_lite.cli.data", "merge | inspect: work on .bin/.idx files"),
+    "data": ("megatron_lite.cli.data", "merge | inspect | index: work on .bin/.idx files"),
     "generate": ("megatron_lite.cli.generate", "prompt -> text, from a checkpoint"),
     "verify": (
         "megatron_lite.cli.verify",

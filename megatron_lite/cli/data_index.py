@@ -1,0 +1,101 @@
+"""`megatron-lite data index`: the order of all samples of a GPT run, built before the run, in one process on a CPU.
+
+    megatron-lite data index --data-path corpus --split 99,1,0 --seq-length 1024 --seed 1234 --train-samples 1000000
+                             --global-batch-size 256 --tokenizer-type ... --data-cache-path cache
+
+The flags are those of `pretrain_gpt.py`: its whole command line (or `--config`) may be given, and what has no say in
+the data is passed over. The run then finds every file of the cache, whatever its layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from megatron_lite.errors import ConfigError
+
+# What the data do not depend on, so that it need not be given. What is given is checked as the run checks it.
+_ANY_MODEL = {
+    "num_layers": 1,
+    "hidden_size": 1,
+    "num_attention_heads": 1,
+    "micro_batch_size": 1,
+    "max_position_embeddings": 1 << 40,
+    "lr": 1e-3,
+}
+
+
+def _more_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument(
+        "--prepare-cache-world-size",
+        type=int,
+        metavar="N",
+        help="Ranks of the run that will use the caches. Default: as many as its model-parallel layout needs.",
+    )
+    return parser
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The run's arguments, validated for the number of ranks that it will have.
+
+    Raises: ConfigError for what the run would refuse too, and where the number of samples is not told.
+    """
+    from megatron_lite.training.arguments import parse_args, validate_args
+
+    args = parse_args(list(argv), _more_flags, {"tokenizer_type": "GPT2BPETokenizer", **_ANY_MODEL})
+    if args.mock_data or not any(
+        (
+            args.data_path,
+            args.data_args_path,
+            args.train_data_path,
+            args.valid_data_path,
+            args.test_data_path,
+            args.per_split_data_args_path,
+        )
+    ):
+        raise ConfigError(
+            "megatron-lite data index without a corpus", why="made-up data have no cache", fix="--data-path PREFIX"
+        )
+    size = args.prepare_cache_world_size
+    if size is not None and size < 1:
+        raise ConfigError(f"--prepare-cache-world-size {size}", fix="give 1 or more")
+    if size is None and args.global_batch_size is None:
+        raise ConfigError(
+            "neither --global-batch-size nor --prepare-cache-world-size",
+            why="how many samples a run needs is counted in global batches",
+            fix="--global-batch-size N, as the run has it",
+        )
+    if size is None:
+        size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    return validate_args(args, size)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb: says what is drawn from which corpus, and where the files are."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(__doc__)
+        print("The flags of the data, and all others: python pretrain_gpt.py --help")
+        return 0
+    args = _arguments(argv)
+    from megatron_lite.datasets.blended_dataset import BlendedDataset
+    from megatron_lite.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron_lite.datasets.dataset_table import mids_of
+    from megatron_lite.training.data_loading import train_valid_test_num_samples
+    from megatron_lite.training.global_vars import build_tokenizer
+    from megatron_lite.training.gpt_data import gpt_dataset_class, gpt_dataset_config
+
+    start = time.monotonic()
+    config = gpt_dataset_config(args, build_tokenizer(args))
+    sizes = train_valid_test_num_samples(args)
+    tops = BlendedMegatronDatasetBuilder(gpt_dataset_class(args), sizes, lambda: True, config).build()
+    mids = [mid for top in tops for mid in mids_of(top)]
+    made = sum(mid.built_anew_on_cache_miss for mid in mids)
+    folders = [config.path_to_cache] if config.path_to_cache else sorted({f"{mid.dataset_path}/cache" for mid in mids})
+    print(
+        f"{len(mids)} datasets in {time.monotonic() - start:.1f} s: {made} built, {len(mids) - made} were there; "
+        f"caches in {', '.join(folders)}"
+    )
+    if config.path_to_cache is None and any(isinstance(top, BlendedDataset) for top in tops):
+        print("the order of the blend itself is kept in --data-cache-path FOLDER only: the run builds it again")
+    return 0

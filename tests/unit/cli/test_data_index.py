@@ -1,0 +1,64 @@
+"""`megatron-lite data index` builds the files that the run then finds, from the run's own flags."""
+
+import pytest
+
+from megatron_lite.cli import data_index
+from megatron_lite.cli import main as cli
+from megatron_lite.errors import ConfigError
+from tests.e2e.launch import ROOT, TINY, run
+from tests.unit.datasets.corpora import numbered, write_corpus
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "5000"]
+SHORT = ["--seq-length", "16", "--train-iters", "4", "--global-batch-size", "8", "--eval-iters", "1", *NULL]
+
+
+def files(folder):
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*.*") if path.is_file()}
+
+
+def test_flags_of_the_data_are_enough_and_a_second_call_builds_nothing(tmp_path, capsys):
+    prefix = write_corpus(tmp_path / "p", numbered(200, 20))
+    words = ["data", "index", "--data-path", prefix, "--split", "90,10,0", "--data-cache-path", str(tmp_path / "cache")]
+    assert cli.main([*words, *SHORT]) == 0
+    assert "2 datasets" in (said := capsys.readouterr().out) and "2 built, 0 were there" in said
+    made = files(tmp_path / "cache")
+    assert sorted(name.split("-")[2] for name in made if name.endswith("sample_index.npy")) == ["train", "valid"]
+    assert cli.main([*words, *SHORT]) == 0
+    assert "0 built, 2 were there" in capsys.readouterr().out
+    assert files(tmp_path / "cache") == made
+
+
+@pytest.mark.slow
+def test_the_run_finds_every_file_and_makes_none(tmp_path):
+    """With the whole command line of the run: a blend, three splits, a cache folder."""
+    corpora = [write_corpus(tmp_path / name, numbered(150, 25)) for name in "ab"]
+    flags = [word for word in TINY if word != "--mock-data"]
+    flags += ["--data-path", "0.3", corpora[0], "0.7", corpora[1], "--split", "80,10,10"]
+    flags += ["--data-cache-path", str(tmp_path / "cache"), "--train-iters", "2", "--eval-iters", "1"]
+    flags[flags.index("255")] = "4000"
+    assert data_index.main(flags) == 0
+    made = files(tmp_path / "cache")
+    assert {name.split("-")[1] for name in made} == {"GPTDataset", "BlendedDataset"}
+    run(*flags).ok()
+    assert files(tmp_path / "cache") == made
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seq-length", "16", "--train-iters", "4"], "without a corpus"),
+        (["--mock-data", *SHORT], "without a corpus"),
+        (["--data-path", "p", "--seq-length", "16", "--train-iters", "4", *NULL], "neither --global-batch-size"),
+        (["--data-path", "p", "--prepare-cache-world-size", "0", *SHORT], "--prepare-cache-world-size 0"),
+        (["--data-path", "p", "--global-batch-size", "8", "--train-iters", "4", *NULL], "--seq-length is missing"),
+        (["--data-path", "p", "--sequence-length", "8"], "--sequence-length"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said(words, message):
+    with pytest.raises(ConfigError, match=message):
+        data_index.main(words)
+
+
+def test_help_says_what_to_give(capsys):
+    assert cli.main(["data", "index", "--help"]) == 0
+    assert "--data-path" in capsys.readouterr().out and (ROOT / "pretrain_gpt.py").exists()
