@@ -24,7 +24,7 @@ from megatron_lite.datasets.dataset_table import TopLevelDataset, dataset_table,
 from megatron_lite.datasets.megatron_dataset import MegatronDataset
 from megatron_lite.datasets.utils import Split, normalize
 from megatron_lite.errors import ConfigError, DataError
-from megatron_lite.log import print_rank_0, warn_rank_0
+from megatron_lite.log import print_rank_0, rank_and_world_size, warn_rank_0
 
 
 class BlendedMegatronDatasetBuilder:
@@ -218,8 +218,8 @@ class BlendedMegatronDatasetBuilder:
 
     def _report(self, tops: list[TopLevelDataset]) -> None:
         """Say what is drawn from each corpus."""
-        if not any(mids_of(top) for top in tops):
-            return
+        if rank_and_world_size()[0] != 0 or not any(mids_of(top) for top in tops):
+            return  # counting a blend reads its whole index
         for line in dataset_table(tops, self.config.sequence_length):
             print_rank_0(f"   {line}")
         for split, top in zip(Split, tops):
