@@ -57,6 +57,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             "megatron-lite data index without a corpus", why="made-up data have no cache", fix="--data-path PREFIX"
         )
+    if args.sft:
+        raise ConfigError(
+            "megatron-lite data index --sft", why="conversations have no index cache", fix="start the run itself"
+        )
+    args.dataloader_fast_cache_load = False  # the run may count on the files; here they are made
     size = args.prepare_cache_world_size
     if size is not None and size < 1:
         raise ConfigError(f"--prepare-cache-world-size {size}", fix="give 1 or more")

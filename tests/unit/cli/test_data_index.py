@@ -28,6 +28,15 @@ def test_flags_of_the_data_are_enough_and_a_second_call_builds_nothing(tmp_path,
     assert files(tmp_path / "cache") == made
 
 
+def test_flags_that_count_on_the_files_do_not_keep_them_from_being_made(tmp_path, capsys):
+    """--dataloader-fast-cache-load is what one gives a run whose caches were built before."""
+    words = ["--train-data-path", write_corpus(tmp_path / "p", numbered(200, 20))]
+    words += ["--valid-data-path", write_corpus(tmp_path / "q", numbered(50, 20))]
+    words += ["--data-cache-path", str(tmp_path / "cache"), "--dataloader-fast-cache-load", *SHORT]
+    assert data_index.main(words) == 0
+    assert "2 built, 0 were there" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_run_finds_every_file_and_makes_none(tmp_path):
     """With the whole command line of the run: a blend, three splits, a cache folder."""
@@ -48,6 +57,7 @@ def test_the_run_finds_every_file_and_makes_none(tmp_path):
     [
         (["--seq-length", "16", "--train-iters", "4"], "without a corpus"),
         (["--mock-data", *SHORT], "without a corpus"),
+        (["--data-path", "p", "--sft", *SHORT], "--sft"),
         (["--data-path", "p", "--seq-length", "16", "--train-iters", "4", *NULL], "neither --global-batch-size"),
         (["--data-path", "p", "--prepare-cache-world-size", "0", *SHORT], "--prepare-cache-world-size 0"),
         (["--data-path", "p", "--global-batch-size", "8", "--train-iters", "4", *NULL], "--seq-length is missing"),
