@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,9 +68,9 @@ class Shape:
     batch: int = 8
     vocabulary: int = 8192
 
-    def tokens(self) -> tuple[Tensor, Tensor]:
+    def tokens(self, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Inputs and labels `[b, s]`."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, self.vocabulary, (self.batch, self.length + 1), generator=generator)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -94,8 +95,8 @@ SHAPES = {
 # -- contestants -------------------------------------------------------------------------------------------------
 
 
-def ours(shape: Shape, dtype: str) -> Step:
-    """What pretrain_gpt.py builds for these flags, without its log."""
+def our_model(shape: Shape, dtype: str) -> tuple[TransformerConfig, torch.nn.Module]:
+    """GPTModel with its config, as pretrain_gpt.py builds it for these flags."""
     torch.manual_seed(0)
     llama = {
         "normalization": "RMSNorm",
@@ -126,6 +127,12 @@ def ours(shape: Shape, dtype: str) -> Step:
     )
     if dtype == "bf16":
         model = Float16Module(config, model)
+    return config, model
+
+
+def ours(shape: Shape, dtype: str) -> Step:
+    """What pretrain_gpt.py runs, without its log."""
+    config, model = our_model(shape, dtype)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=dtype == "bf16"), model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, bf16=dtype == "bf16"), [ddp]
@@ -144,13 +151,13 @@ def ours(shape: Shape, dtype: str) -> Step:
     return step
 
 
-def hugging_face(shape: Shape, dtype: str) -> Step:
-    """transformers' model of the same shape, everything else by default."""
+def hugging_face_model(shape: Shape) -> Any:
+    """transformers' model of the same shape."""
     import transformers
 
     torch.manual_seed(0)
     if shape.llama:
-        model = transformers.LlamaForCausalLM(
+        return transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
                 vocab_size=shape.vocabulary,
                 hidden_size=shape.hidden,
@@ -161,20 +168,23 @@ def hugging_face(shape: Shape, dtype: str) -> Step:
                 max_position_embeddings=shape.length,
             )
         )
-    else:
-        model = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=shape.vocabulary,
-                n_positions=shape.length,
-                n_embd=shape.hidden,
-                n_layer=shape.layers,
-                n_head=shape.heads,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-            )
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=shape.vocabulary,
+            n_positions=shape.length,
+            n_embd=shape.hidden,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
-    model.train()
+    )
+
+
+def hugging_face(shape: Shape, dtype: str) -> Step:
+    """The same shape by transformers, everything else by default."""
+    model = hugging_face_model(shape).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
     inputs, _ = shape.tokens()
 
@@ -273,14 +283,14 @@ def times(shape: Shape, dtype: str, rounds: int) -> dict[str, float]:
 def peak(shape: Shape, dtype: str, name: str) -> float:
     """MiB by which the resident peak grows over three steps. To be run in a process of its own."""
     CONTESTANTS[name](replace(shape, layers=1, hidden=96, ffn=64, length=16, batch=1, vocabulary=64), dtype)()
-    before = _status("VmRSS")
+    before = status("VmRSS")
     step = CONTESTANTS[name](shape, dtype)
     for _ in range(3):
         step()
-    return _status("VmHWM") - before
+    return status("VmHWM") - before
 
 
-def _status(key: str) -> float:
+def status(key: str) -> float:
     """MiB from Linux's account of this process. (getrusage's peak would include the parent's, from before exec.)"""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):

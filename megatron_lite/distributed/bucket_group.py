@@ -126,7 +126,8 @@ class BucketGroup:
     def _reduce(self, sharded: bool) -> Handle:
         config = self.ddp_config
         group = self.shard_group if sharded else self.group
-        with collectives.coalesced(group, self.buckets[0].grad_data, len(self.buckets)) as batch:
+        alone = sharded and config.reduce_scatter_with_fp32_accumulation  # an exchange of parts, which does not join
+        with collectives.coalesced(group, self.buckets[0].grad_data, 1 if alone else len(self.buckets)) as batch:
             for bucket in self.buckets:
                 scale = bucket.gradient_scaling_factor if config.gradient_reduce_div_fusion else 1.0
                 if sharded:

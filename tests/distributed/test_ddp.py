@@ -177,11 +177,13 @@ def test_no_sync_leaves_other_ranks_gradients_out(world):
     assert not torch.allclose(results[0][0], results[1][0])
 
 
-def _poisoned_rank(overlap):
+def _poisoned_rank(overlap, sharded):
     """Rank 1's own gradient is NaN. The other rank must not see a message of rank 1's: it stops before sending."""
     if dist.get_rank() == 0:
         return "rank 0 waits for nobody in this test"
-    options = DistributedDataParallelConfig(check_for_nan_in_grad=True, overlap_grad_reduce=overlap)
+    options = DistributedDataParallelConfig(
+        check_for_nan_in_grad=True, overlap_grad_reduce=overlap, use_distributed_optimizer=sharded
+    )
     ddp = DistributedDataParallel(ModelParallelConfig(), options, SmallModel(), pg_collection=_groups())
     before = [p.detach().clone() for p in ddp.module.parameters()]
     ddp.zero_grad_buffer()
@@ -195,9 +197,9 @@ def _poisoned_rank(overlap):
     return "nothing was noticed"
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_C065_the_rank_with_the_bad_gradient_is_named_before_anything_is_sent(world, overlap):
-    message, unchanged, traffic = world(2).run(_poisoned_rank, overlap)[1]
+@pytest.mark.parametrize(("overlap", "sharded"), [(True, False), (False, False), (True, True)])
+def test_C065_the_rank_with_the_bad_gradient_is_named_before_anything_is_sent(world, overlap, sharded):
+    message, unchanged, traffic = world(2).run(_poisoned_rank, overlap, sharded)[1]
     assert "norm.weight" in message and unchanged and not traffic
     assert message.startswith("rank 1: NaN or Inf in the gradient of norm.weight")
 
@@ -230,10 +232,11 @@ def test_C064_inf_on_one_rank_skips_the_step_on_all(world, dtype):
     assert common["step"] == 2
 
 
-def _unused_with_overlap():
+def _unused_with_overlap(sharded):
     model = SmallModel()
     model.extra = nn.Linear(3, 3)
-    options = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    shards = dict(use_distributed_optimizer=sharded, overlap_param_gather=sharded)
+    options = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1, **shards)
     ddp = DistributedDataParallel(ModelParallelConfig(), options, model, pg_collection=_groups())
     ddp.zero_grad_buffer()
     model.loss(_my_rows(0, 1)[0]).backward()
@@ -244,8 +247,9 @@ def _unused_with_overlap():
     return "trained"
 
 
-def test_C081_an_unused_parameter_is_named_on_all_ranks_and_nothing_hangs(world):
-    for message in world(2).run(_unused_with_overlap):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_C081_an_unused_parameter_is_named_on_all_ranks_and_nothing_hangs(world, sharded):
+    for message in world(2).run(_unused_with_overlap, sharded):
         assert "no gradient came for extra." in message
 
 

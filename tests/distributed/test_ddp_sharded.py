@@ -60,7 +60,7 @@ def _shards_beside_the_whole(options, dtype, instances):
     pg = _groups()
     if instances > 1:
         pg = parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
-    common = dict(average_in_collective=options.pop("average_in_collective", False))
+    common = {k: options.pop(k) for k in ("average_in_collective", "gradient_reduce_div_fusion") if k in options}
     sharded = _wrap(
         _model(dtype),
         pg,
@@ -95,10 +95,10 @@ def _shards_beside_the_whole(options, dtype, instances):
     [
         dict(),
         dict(average_in_collective=True),
-        dict(gradient_reduce_div_fusion=True, overlap_grad_reduce=True, bucket_size=1),
+        dict(gradient_reduce_div_fusion=False, overlap_grad_reduce=True, bucket_size=1),
         dict(overlap_grad_reduce=True, bucket_size=1500, pad_buckets_for_high_nccl_busbw=True),
     ],
-    ids=["plain", "average", "a bucket each", "padded"],
+    ids=["plain", "average", "a bucket each, divided first", "padded"],
 )
 def test_a_reduced_shard_is_bit_for_bit_a_part_of_the_all_reduced_gradient(world, dp, options):
     results = world(dp).run(_shards_beside_the_whole, options, torch.float32, 1)
