@@ -24,6 +24,7 @@ from megatron_lite.errors import ConfigError, DataError
 IGNORE_INDEX = -100  # as the tokenizer marks what is not trained
 _KEYS = ("messages", "conversations")
 _CHUNK_BYTES = 1 << 24
+_SHORTEST_RECORD = len('{"messages":[]}')
 
 
 class SFTLowLevelDataset:
@@ -53,7 +54,12 @@ class SFTLowLevelDataset:
         ]
         stops = np.concatenate([*ends, [len(self._bytes)]]).astype(np.int64)
         starts = np.concatenate([[0], stops[:-1] + 1])
-        numbers = [i for i in np.flatnonzero(stops - starts) if self._bytes[starts[i] : stops[i]].tobytes().strip()]
+        # Only short lines are looked at: a record of messages is longer than this.
+        numbers = [
+            i
+            for i, size in enumerate((stops - starts).tolist())
+            if size > _SHORTEST_RECORD or self._bytes[starts[i] : stops[i]].tobytes().strip()
+        ]
         self._starts, self._stops, self._lines = starts[numbers], stops[numbers], np.array(numbers, np.int64) + 1
 
     def __getstate__(self) -> str:

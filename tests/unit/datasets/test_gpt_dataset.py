@@ -88,6 +88,26 @@ def test_partial_validation_sample_is_padded_without_loss(tmp_path, extra):
     assert last["loss_mask"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("pad", [None, -1, EOD, 7])
+def test_padding_is_no_end_of_document_even_where_both_become_0(tmp_path, pad):
+    """Tokenizers without a pad token, with that of Megatron's, with the end token for it, with one of its own."""
+    prefix = write_corpus(tmp_path / "c", [[1, 2, 3, EOD, 4, 5]])
+    resets = dict.fromkeys(
+        ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"), True
+    )
+    sample = build(
+        ([prefix], None),
+        split="0,1,0",
+        drop_last_partial_validation_sequence=False,
+        tokenizer=Words(pad=pad),
+        **resets,
+    )[1][0]
+    assert sample["tokens"].tolist() == [1, 2, 3, 0, 4, 5, 0, 0]
+    assert sample["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert sample["loss_mask"].tolist() == [1, 1, 1, 0, 1, 0, 0, 0]
+    assert (~sample["attention_mask"][0, 7]).tolist() == [False] * 4 + [True] * 4
+
+
 def test_empty_last_document_does_not_break_the_partial_sample(tmp_path):
     prefix = write_corpus(tmp_path / "c", [[1, 2, 3], []])
     for seed in range(4):  # the empty document comes last in some order
