@@ -255,13 +255,21 @@ def _evaluation_set(
         # Its workers end with each pass: there may be many sets, and they are read seldom.
         loader = _loader(dataset, whole, args, persistent=False)
         return [EvaluationSet(name, whole.num_batches, len(dataset), lambda: iter(loader))]
+    consumed = args.consumed_valid_samples if valid else 0
+    asked = train_valid_test_num_samples(args)[split.value] or 0
     if samples > len(dataset):
         warn_rank_0(
             f"an evaluation reads {samples} samples, and the {called} has {len(dataset)}: some count more than once "
             "(fewer --eval-iters, or for validation --full-validation, to count each once)"
         )
-    consumed = args.consumed_valid_samples if valid else 0
+    elif max(asked, consumed + samples) > len(dataset):
+        warn_rank_0(
+            f"the evaluations of this run read more than the {len(dataset)} samples of the {called}: after its "
+            "last sample it starts over"
+        )
     if args.dataloader_type == "cyclic" and len(dataset) >= share["micro_batch_size"] * share["data_parallel_size"]:
+        # Whole batches: a run before this one may have had another batch size.
+        consumed -= consumed % args.eval_global_batch_size
         iterator = _cyclic(dataset, consumed, args, share)
     else:
         iterator = _endless(dataset, consumed, args, share)

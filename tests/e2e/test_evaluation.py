@@ -64,4 +64,4 @@ def test_a_phase_ends_the_run_and_the_next_reads_its_own_data(tmp_path):
     assert "[exiting program at iteration 2] datetime: " in one.out and one.values("iteration") == [1, 2]
     two = run(*flags, "--data-path", second).ok()
     assert two.values("iteration") == [3, 4] and two.values("consumed samples") == [24, 32]
-    assert "train:       16" in one.out and "train:       16" in two.out
+    assert one.out.count("    train:      16\n") == two.out.count("    train:      16\n") == 1

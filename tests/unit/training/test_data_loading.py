@@ -135,6 +135,12 @@ def test_held_out_data_shorter_than_an_evaluation_are_read_again_and_that_is_sai
     (valid,) = data(args, Numbers(48), Numbers(3)).valid
     assert ids(valid.start(), 3) == [[0, 1], [2, 0], [1, 2]]
     assert "an evaluation reads 16 samples, and the validation set has 3" in capsys.readouterr().err
+    data(args, Numbers(48), Numbers(20))
+    assert capsys.readouterr().err == ""
+    args = arguments("--train-iters 6 --eval-iters 2", consumed_valid_samples=16)
+    (valid,) = data(args, Numbers(48), Numbers(20)).valid
+    assert ids(valid.start(), 3) == [[16, 17], [18, 19], [0, 1]]
+    assert "read more than the 20 samples of the validation set" in capsys.readouterr().err
     assert data(args, Numbers(48), Numbers(0)).valid == []
     assert "validation set has no sample: it will not be evaluated" in capsys.readouterr().err
 
@@ -145,6 +151,9 @@ def test_cyclic_evaluates_in_cyclic_order_where_there_is_enough():
     read = ids(valid.start(), 20)
     assert sorted(sum(read[:10], [])) == list(range(20)) and sum(read[:10], []) != list(range(20))
     assert read[:10] != read[10:]
+    args.consumed_valid_samples = 11  # of batches of another size
+    (valid,) = data(args, Numbers(48), Numbers(20)).valid
+    assert ids(valid.start(), 1) == read[4:5]
     (tiny,) = data(args, Numbers(48), Numbers(1)).valid
     assert ids(tiny.start(), 2) == [[0, 0], [0, 0]]
 
