@@ -135,6 +135,14 @@ def _tokenizers(folder: Path, source: str) -> dict[str, Any]:
     }
 
 
+def _ratios(times: dict[str, list[tuple[float, float]]], clock: int) -> str:
+    """Speed of ours over the bare tokenizer's and over line by line: medians of the rounds' own ratios."""
+    return " / ".join(
+        f"{statistics.median(a[clock] / b[clock] for a, b in zip(times[who], times['ours'])):.2f}"
+        for who in ("bare", "lines")
+    )
+
+
 def preprocess_part(args: argparse.Namespace) -> Lines:
     """`megatron-lite preprocess` beside the bare tokenizer and beside line-by-line `Pool.imap`; targets 0.8 and 1.0."""
     from megatron_lite.cli.corpus import documents, standard_library
@@ -172,17 +180,15 @@ def preprocess_part(args: argparse.Namespace) -> Lines:
                 for ending in ("bin", "idx"):
                     theirs = (folder / f"theirs.{ending}").read_bytes()
                     assert (folder / f"ours_text_document.{ending}").read_bytes() == theirs, "not the same corpus"
-                wall = {who: statistics.median(time[0] for time in taken) for who, taken in times.items()}
-                cpu = {who: statistics.median(time[1] for time in taken) for who, taken in times.items()}
+                speed = {who: size / 1e6 / statistics.median(used for _, used in taken) for who, taken in times.items()}
                 rows.append(
-                    [kind, str(workers), *(f"{size / 1e6 / wall[who]:.2f}" for who in ("bare", "lines", "ours"))]
-                    + [
-                        f"{taken['bare'] / taken['ours']:.2f} / {taken['lines'] / taken['ours']:.2f}"
-                        for taken in (wall, cpu)
-                    ]
+                    [kind, str(workers)]
+                    + [f"{speed[who]:.2f}" for who in contestants]
+                    + [_ratios(times, clock) for clock in (1, 0)]
                 )
-                print(f"{kind}, {workers} workers: wall {wall}, CPU {cpu}", file=sys.stderr)
-    head = ["tokenizer", "workers", "bare, MB/s", "line by line", "ours", "ours / bare, / line by line (wall)", "(CPU)"]
+                print(f"{kind}, {workers} workers, (wall, CPU) seconds: {times}", file=sys.stderr)
+    head = ["tokenizer", "workers", "bare, MB/s of CPU time", "line by line", "ours"]
+    head += ["ours / bare, ours / line by line", "the same, wall"]
     return [f"preprocess: {size / 1e6:.0f} MB of JSONL, {args.rounds} rounds", "", *table(head, rows)]
 
 
