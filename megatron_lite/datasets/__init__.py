@@ -9,6 +9,8 @@ __getattr__, __dir__, __all__ = lazy_face(
         "index_building": ["build_blending_indices", "build_exhaustive_blending_indices", "build_sample_index"],
         "megatron_dataset": ["MegatronDataset"],
         "gpt_dataset": ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "MockGPTLowLevelDataset"],
+        "fim_dataset": ["GPTFIMDataset", "GPTFIMDatasetConfig"],
+        "sft_dataset": ["SFTDataset", "SFTLowLevelDataset"],
         "blended_dataset": ["BlendedDataset"],
         "blended_megatron_dataset_config": [
             "BlendedMegatronDatasetConfig",

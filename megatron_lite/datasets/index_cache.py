@@ -29,6 +29,11 @@ from megatron_lite.log import get_logger
 
 _logger = get_logger(__name__)
 
+# Of an opened array: shape, type and some of its items. Not the file's time: builders at once write equal files.
+State = tuple[tuple[int, ...], str, bytes]
+_PROBES = 64
+_Opened = tuple[tuple[np.ndarray, ...], tuple[State, ...]]
+
 
 class IndexArrays(Sequence[np.ndarray]):
     """The arrays of one dataset: in memory, or files that are mapped when they are first asked for.
@@ -38,6 +43,7 @@ class IndexArrays(Sequence[np.ndarray]):
     Args:
         arrays: None: not opened yet.
         files: None: in memory only.
+        states: of the files, when they were opened before; None: any will do.
         rows: items that each array has; None: not known beforehand.
 
     Raises: DataError, when they are asked for, if files are missing, torn, of another length, or no longer those that
@@ -48,13 +54,11 @@ class IndexArrays(Sequence[np.ndarray]):
         self,
         arrays: tuple[np.ndarray, ...] | None,
         files: tuple[str, ...] | None = None,
+        states: tuple[State, ...] | None = None,
         rows: tuple[int, ...] | None = None,
     ):
         assert arrays is not None or files is not None
-        self._arrays, self._files, self._rows = arrays, files, rows
-        self._states: list[tuple[int, int]] | None = None
-        if arrays is not None and files is not None:
-            self._states = [_state(file) for file in files]
+        self._arrays, self._files, self._states, self._rows = arrays, files, states, rows
 
     def __len__(self) -> int:
         return len(self._files if self._files is not None else self._arrays or ())
@@ -77,8 +81,7 @@ class IndexArrays(Sequence[np.ndarray]):
     def _map(self) -> tuple[np.ndarray, ...]:
         assert self._files is not None
         try:
-            states = [_state(file) for file in self._files]
-            arrays = tuple(map(_mapped, self._files))
+            arrays, states = _all_mapped(self._files)
         except (OSError, ValueError, EOFError) as error:
             raise DataError(
                 f"the index cache cannot be read: {error}",
@@ -147,7 +150,7 @@ class IndexCache:
             return IndexArrays(build()), True
         files = tuple(self._path(f"{name}.npy") for name in names)
         if self.trust:
-            trusted_arrays = IndexArrays(None, files, rows)
+            trusted_arrays = IndexArrays(None, files, rows=rows)
             if not self.defer:
                 trusted_arrays.open()
             return trusted_arrays, False
@@ -155,7 +158,7 @@ class IndexCache:
         if found is not None and trusted:
             return self._held(found, files), False
         arrays = build()
-        if found is not None and all(map(_equal, found, arrays)):
+        if found is not None and all(map(_equal, found[0], arrays)):
             with contextlib.suppress(OSError):  # a folder that can only be read serves as well
                 self._write_text("options.json", self._options_text(names))
             return self._held(found, files), False
@@ -170,15 +173,15 @@ class IndexCache:
                 fix="--data-cache-path FOLDER, one that this user may write (on all nodes)",
             ) from error
 
-    def _held(self, arrays: tuple[np.ndarray, ...], files: tuple[str, ...]) -> IndexArrays:
-        held = IndexArrays(arrays, files)
+    def _held(self, opened: _Opened, files: tuple[str, ...]) -> IndexArrays:
+        held = IndexArrays(opened[0], files, opened[1])
         return pickle.loads(pickle.dumps(held)) if self.defer else held  # the copy has closed the files
 
     def _path(self, what: str) -> str:
         assert self.folder is not None
         return os.path.join(self.folder, f"{self.stem}-{what}")
 
-    def _read(self, names: tuple[str, ...]) -> tuple[tuple[np.ndarray, ...] | None, bool]:
+    def _read(self, names: tuple[str, ...]) -> tuple[_Opened | None, bool]:
         """The arrays on disk, None if they are not all there and whole; and whether they are known to be right."""
         try:
             if Path(self._path("description.txt")).read_text("utf-8") != self.description:
@@ -187,10 +190,10 @@ class IndexCache:
                 noted = Path(self._path("options.json")).read_text("utf-8")
             except (FileNotFoundError, UnicodeDecodeError):
                 noted = ""
-            arrays = tuple(_mapped(self._path(f"{name}.npy")) for name in names)
+            opened = _all_mapped(tuple(self._path(f"{name}.npy") for name in names))
             # Noted before the arrays were opened, looked at after: files that another process put there meanwhile
             # are of another time.
-            return arrays, noted == self._options_text(names)
+            return opened, noted == self._options_text(names)
         except (OSError, ValueError, EOFError):  # not there, or torn
             return None, False
 
@@ -199,7 +202,7 @@ class IndexCache:
         noted = {name: [status.st_size, status.st_mtime_ns] for name, status in files.items()}
         return json.dumps({"options": self.options, "files": noted}, indent=4)
 
-    def _write(self, names: tuple[str, ...], arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    def _write(self, names: tuple[str, ...], arrays: tuple[np.ndarray, ...]) -> _Opened:
         assert self.folder is not None
         os.makedirs(self.folder, exist_ok=True)
         Path(self._path("description.txt")).unlink(missing_ok=True)  # from here to the last line nothing loads
@@ -214,7 +217,7 @@ class IndexCache:
                 mapped.append(_mapped(temporary))
         self._write_text("options.json", self._options_text(names))
         self._write_text("description.txt", self.description)
-        return tuple(mapped)
+        return tuple(array for array, _ in mapped), tuple(state for _, state in mapped)
 
     def _write_text(self, what: str, text: str) -> None:
         with self._replacing(what) as temporary:
@@ -234,15 +237,19 @@ class IndexCache:
             raise
 
 
-def _mapped(path: str) -> np.ndarray:
-    """The array of a file, mapped; as a plain array, whose items are found faster than a memmap's."""
-    return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+def _mapped(path: str) -> tuple[np.ndarray, State]:
+    """The array of a file, mapped, and what tells it from another. It is no memmap, whose items are found slower.
+
+    Raises: OSError; ValueError or EOFError for what is no whole array.
+    """
+    array = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    flat = array.reshape(-1)
+    return array, (array.shape, array.dtype.str, flat[:: max(1, len(flat) // _PROBES)][:_PROBES].tobytes())
 
 
-def _state(path: str) -> tuple[int, int]:
-    """What changes when a file is replaced: size and time."""
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
+def _all_mapped(paths: Sequence[str]) -> _Opened:
+    opened = [_mapped(path) for path in paths]
+    return tuple(array for array, _ in opened), tuple(state for _, state in opened)
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
