@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ def _start_worker(recipe: Recipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the writer's to handle
     threading.Thread(target=_end_with_the_writer, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    _encoder = Encoder(recipe)
+    _encoder = _encoder or Encoder(recipe)
 
 
 def _end_with_the_writer() -> None:
@@ -170,21 +170,23 @@ def _work(block: Block) -> Tokenised:
 
 
 def tokenise(
-    blocks: Iterator[Block], recipe: Recipe, workers: int, encoder: Callable[[Block], Tokenised] | None = None
+    blocks: Iterator[Block], recipe: Recipe, workers: int, encoder: Encoder | None = None
 ) -> Iterator[tuple[Block, Tokenised]]:
     """Every block with its tokens, in order; a few blocks a worker are on the way at any time.
 
     Args:
         workers: processes; 1: this one.
-        encoder: what one worker uses, when it exists already.
+        encoder: of the recipe, when it exists already: forked workers share it instead of reading the tokenizer again.
     Raises: DataError when a worker dies.
     """
+    global _encoder
     if workers == 1:
         encoder = encoder or Encoder(recipe)
         for block in blocks:
             yield block, encoder(block)
         return
     method = "fork" if "fork" in get_all_start_methods() else "spawn"
+    _encoder = encoder
     with ProcessPoolExecutor(workers, get_context(method), _start_worker, (recipe,)) as pool:
         waiting: deque[tuple[Block, Future[Tokenised]]] = deque()
         try:
@@ -203,4 +205,5 @@ def tokenise(
                 fix="fewer --workers, or look for the longest line of the input",
             ) from error
         finally:
+            _encoder = None
             pool.shutdown(wait=False, cancel_futures=True)

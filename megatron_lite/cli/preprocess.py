@@ -281,10 +281,10 @@ def find_optimal_num_workers(
 ) -> tuple[int, list[float]]:
     """The number of workers that tokenises quickest, and the documents a second of each. Nothing is written."""
     rates = []
-    files = find_inputs(inputs)
+    files, encoder = find_inputs(inputs), Encoder(recipe)
     for workers in candidates:
         start, documents = time.monotonic(), 0
-        for block, result in tokenise(read_blocks(files, columns=recipe.keys), recipe, workers):
+        for block, result in tokenise(read_blocks(files, columns=recipe.keys), recipe, workers, encoder):
             if result.bad:
                 number, reason = result.bad[0]
                 print(f"passed over {block.file}, line {number}: {reason}", file=sys.stderr)
