@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -37,7 +38,15 @@ def _compiled(template: str) -> Template:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
+    # Hugging Face's marks around answers write nothing: blocks that are always there have the same blank lines.
+    marks = {"generation": "if true", "endgeneration": "endif"}
+    return environment.from_string(
+        re.sub(
+            r"(?<={%)([-+]?\s*)(generation|endgeneration)(?=\s*[-+]?%})",
+            lambda mark: mark[1] + marks[mark[2]],
+            template,
+        )
+    )
 
 
 def _to_json(value: Any, **options: Any) -> str:

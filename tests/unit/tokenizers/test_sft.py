@@ -76,6 +76,30 @@ def test_answers_alone_are_trained(tmp_path):
     assert SFTTokenizer(folder, "default").detokenize(asked.tolist()).endswith("<|assistant|>")
 
 
+def test_answers_are_those_that_transformers_finds_by_marks(tmp_path):
+    """Its `{% generation %}` marks, which say where an answer is, against where the text grows."""
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "{%- for m in messages %}\n<|{{ m.role }}|>\n"
+        "{% if m.role == 'assistant' %}{%- generation -%} {{ m.content }}</s>\n {%- endgeneration %}"
+        "{% else %}{{ m.content }}</s>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}\n<|assistant|>\n{% endif %}"
+    )
+    folder = write_bpe(tmp_path / "t", chat_template=template)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json", chat_template=template)
+    found = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    tokens, targets = SFTTokenizer(folder, "default").tokenize_conversation(
+        CHAT, return_target=True, add_generation_prompt=False
+    )
+    assert tokens.tolist() == list(found["input_ids"])
+    mask = np.array(found["assistant_masks"], bool)
+    assert mask.sum() > 5
+    # Ours begins where the prompt for an answer ends, and goes on to the end of the message.
+    trained = targets != IGNORE_INDEX
+    assert (trained | ~mask).all()
+    assert SFTTokenizer(folder, "default").detokenize(tokens[trained & ~mask].tolist()).strip("\n") == ""
+
+
 def test_prompts_alone_train_nothing(tmp_path):
     assert trained(SFTTokenizer(write_bpe(tmp_path / "t"), "nemotron-h-aligned"), CHAT[:2]) == ""
 
