@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config import flag
@@ -67,7 +67,9 @@ class OptimizerConfig:
     muon_fp32_matmul_prec: str = flag(
         "medium", "Muon: precision of fp32 products on a GPU: bf16, bf16, tf32.", choices=("low", "medium", "high")
     )
-    muon_coefficient_type: str = flag("quintic", "Muon: the polynomial: simple, quintic or polar_express.")
+    muon_coefficient_type: str = flag(
+        "quintic", "Muon: the polynomial of the iteration.", choices=("simple", "quintic", "polar_express")
+    )
     muon_num_ns_steps: int = flag(5, "Muon: steps of the polynomial iteration.")
     muon_tp_mode: str = flag(
         "duplicated",
@@ -107,8 +109,12 @@ class OptimizerConfig:
 
         if self.params_dtype is None:
             self.params_dtype = torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"--optimizer {self.optimizer}", why="no such optimizer", fix="adam, sgd, lion or muon")
+        for item in fields(self):
+            choices, value = item.metadata.get("choices"), getattr(self, item.name)
+            if choices and not item.name.endswith("_dtype") and value not in choices:
+                raise ConfigError(
+                    f"--{item.name.replace('_', '-')} {value}", why="no such choice", fix=f"one of {', '.join(choices)}"
+                )
         for name in ("weight_decay", "clip_grad", "adam_eps"):
             value = getattr(self, name)
             if value is not None and value < 0:
