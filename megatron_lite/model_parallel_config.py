@@ -60,9 +60,18 @@ class ModelParallelConfig:
     # -- pipeline
     pipeline_dtype: torch.dtype | None = None
     variable_seq_lengths: bool = False
-    overlap_p2p_comm: bool = False
+    overlap_p2p_comm: bool = False  # on in a run with virtual stages, unless a flag says no: training/configs
+    overlap_p2p_comm_warmup_flush: bool = flag(
+        False,
+        "Also while the pipeline fills and drains, receive ahead of use.",
+        name="--overlap-p2p-communication-warmup-flush",
+    )
     deallocate_pipeline_outputs: bool = False
-    microbatch_group_size_per_vp_stage: int | None = None
+    microbatch_group_size_per_vp_stage: int | None = flag(
+        None,
+        "Micro-batches that go through one virtual stage before the next one's turn. Default: the pipeline's size.",
+        name="--microbatch-group-size-per-virtual-pipeline-stage",
+    )
 
     # -- hooks of the schedule, set by the training loop
     timers: Callable[..., Any] | None = None

@@ -89,7 +89,9 @@ class Executor:
         with ExitStack() as waiting:  # gradients stay on this rank until a chunk's last backward
             training = {a.chunk for a in actions if a.kind is not Kind.FORWARD}
             held = {chunk: waiting.enter_context(_reentrant(self._no_sync(chunk))) for chunk in sorted(training)}
+            steady = _steady(actions)
             for place, action in enumerate(actions):
+                self._overlaps = place in steady or self.config.overlap_p2p_comm_warmup_flush
                 if params and place in params:
                     self._sync_params(params[place])
                 due = grads.get(place, [])
@@ -137,7 +139,7 @@ class Executor:
             assert self.link is not None
             with self._timer("forward-recv" if action.kind is Kind.FORWARD else "backward-recv"):
                 received = self.link.receive(message)
-        if self.link is not None:
+        if self.link is not None and self._overlaps:
             self.link.post_ahead()
         if action.kind is Kind.FORWARD:
             sent = self._forward(action, received)
@@ -240,6 +242,15 @@ class Executor:
             yield
         finally:
             timers(name).stop()
+
+
+def _steady(actions: Sequence[Action]) -> range:
+    """Places between the first backward and the last forward pass: the pipeline is full."""
+    kinds = [action.kind for action in actions]
+    if Kind.BACKWARD not in kinds and Kind.INPUT_GRAD not in kinds:
+        return range(len(kinds))
+    first = next(place for place, kind in enumerate(kinds) if kind is not Kind.FORWARD)
+    return range(first, len(kinds) - kinds[::-1].index(Kind.FORWARD))
 
 
 def _of_chunk(functions: Any, chunk: int) -> Callable[..., Any] | None:

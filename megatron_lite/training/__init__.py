@@ -17,6 +17,7 @@ __getattr__, __dir__, __all__ = lazy_face(
         "configs": [
             "DataConfig",
             "DistributedInitConfig",
+            "PipelineConfig",
             "LoggingConfig",
             "ModelConfig",
             "RNGConfig",

@@ -325,8 +325,9 @@ def core_transformer_config_from_args(
         gated_linear_unit=args.swiglu or args.quick_geglu,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         pipeline_dtype=args.params_dtype,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         deallocate_pipeline_outputs=True,
-        overlap_p2p_comm=False,
+        overlap_p2p_comm=args.overlap_p2p_comm,
         **activation,
     )
 
@@ -347,7 +348,7 @@ def ddp_config_from_args(args: argparse.Namespace, module: nn.Module | None = No
         args,
         # A dynamic loss scale finds its size by overflowing: there Inf skips the step instead of ending the run.
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not (args.fp16 and args.loss_scale is None),
-        align_param_gather=False,  # aligned are the stages of an interleaved pipeline
+        align_param_gather=args.align_param_gather,
         # Flags of capabilities that have not landed, or that say so themselves: the config refuses them.
         delay_wgrad_compute=False,
         data_parallel_sharding_strategy="no_shard",

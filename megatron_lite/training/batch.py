@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.errors import DataError
 from megatron_lite.tensor_parallel.data import broadcast_tensors
+from megatron_lite.training.stage_data import NotNeeded
 
 _NAMES = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask", "cu_seqlens")
 
@@ -25,13 +26,14 @@ class Batch:
 
     tokens, labels, position_ids: `[b, s]` int64; loss_mask: `[b, s]` fp32, 0 where no loss counts;
     attention_mask: `[b, 1, s, s]` bool, True = hidden, or None where it is purely causal.
+    All None on a pipeline stage that needs no data.
     """
 
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    attention_mask: Tensor | None
-    position_ids: Tensor
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
 
 
 def get_batch(
@@ -49,6 +51,9 @@ def get_batch(
         tp_group: None = the registered tensor-parallel group.
     Raises: on every rank of the group StopIteration at the end of the data; DataError for an id outside the vocabulary.
     """
+
+    if isinstance(data_iterator, NotNeeded):
+        return Batch()
 
     def read() -> dict[str, Tensor]:
         data = next(data_iterator)
@@ -75,17 +80,21 @@ def document_mask(cu_seqlens: Tensor) -> Tensor:
     return (other | (at > at.unsqueeze(1))).unsqueeze(1)
 
 
-def skip_batch(data_iterator: Iterator[Any], tp_group: ProcessGroup | None = None) -> None:
-    """Read the next micro-batch and drop it.
+def skip_batch(data_iterator: Iterator[Any] | list[Iterator[Any]], tp_group: ProcessGroup | None = None) -> None:
+    """Read the next micro-batch and drop it, for every chunk of the model.
 
     Raises: StopIteration at the end of the data, on every rank of the group.
     """
 
-    def read() -> dict[str, Tensor]:
-        next(data_iterator)
-        return {}
+    for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
+        if isinstance(iterator, NotNeeded):
+            continue
 
-    broadcast_tensors((), read, tp_group)
+        def read(iterator: Iterator[Any] = iterator) -> dict[str, Tensor]:
+            next(iterator)
+            return {}
+
+        broadcast_tensors((), read, tp_group)
 
 
 def _check_ids(data: dict[str, Any], vocab_size: int) -> None:

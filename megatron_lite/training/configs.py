@@ -283,6 +283,9 @@ class LoggingConfig:
     log_throughput: bool = flag(False, "TFLOP/s of a device in the log line.")
     log_params_norm: bool = flag(False, "Norm of all parameters.")
     log_num_zeros_in_grad: bool = flag(False, "Number of gradient entries that are zero.")
+    log_communication: bool = flag(
+        False, "What a step moves between ranks, by group and purpose: calls and MiB. Not in Megatron."
+    )
     log_progress: bool = flag(False, "Append to progress.txt in the save folder.")
     logging_level: int | None = flag(None, "Level of Python's logging.")
 
@@ -319,8 +322,28 @@ class LoggingConfig:
     profile_step_end: int = flag(12, "Step at which the profile ends.", unit="iteration")
     profile_ranks: list[int] = flag([], "Ranks that profile. Default: all.", nargs="+")
     use_pytorch_profiler: bool = flag(False, "A trace of torch.profiler, also on CUDA.")
-    log_communication: bool = flag(
-        False, "What a step moves between ranks, by group and purpose: calls and MiB. Not in Megatron."
+
+
+@dataclass(kw_only=True)
+class PipelineConfig:
+    """How many parts of the model a pipeline stage holds, and what stages do at the same time."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "Interleaved schedule: layers of each of the virtual stages into which a pipeline stage is cut."
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "Interleaved schedule: virtual stages on each pipeline stage."
+    )
+    overlap_p2p_comm: bool = flag(
+        True, "Interleaved schedule: receive when a message is needed, not ahead.", off="--no-overlap-p2p-communication"
+    )
+    align_grad_reduce: bool = flag(
+        True,
+        "Let every pipeline stage reduce its gradients when they are complete, not all stages at once.",
+        off=("--no-align-grad-reduce", "--disable-align-grad-reduce"),
+    )
+    align_param_gather: bool = flag(
+        True, "Let every pipeline stage gather its parameters when it needs them.", off="--no-align-param-gather"
     )
 
 
@@ -356,5 +379,6 @@ RUN_CONFIGS = (
     FillInTheMiddleConfig,
     ValidationConfig,
     LoggingConfig,
+    PipelineConfig,
     DistributedInitConfig,
 )

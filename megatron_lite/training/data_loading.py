@@ -8,6 +8,7 @@ Worker processes call `dataset[i]` and nothing else: they hold no process group 
 to save the run, they do not die of it.
 
 Rank 0 of a tensor-parallel group reads for the group; the others hold `ReadElsewhere` where rank 0 holds an iterator.
+Of a pipeline the first and the last stage read; the others only where the mask of the attention is in the data.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from megatron_lite.datasets.utils import Split, get_blend_from_list
 from megatron_lite.errors import ConfigError, DataError, MegatronLiteError
 from megatron_lite.log import print_rank_0, warn_rank_0
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.training import global_vars
 from megatron_lite.training.derived import phase_of
 from megatron_lite.training.evaluation import EvaluationSet, num_eval_microbatches
+from megatron_lite.training.stage_data import NotNeeded, stage_reads
 
 DatasetsProvider = Callable[[list[int | None]], Sequence[Any]]
 
@@ -110,9 +113,14 @@ class ReadElsewhere:
         return None
 
 
-def is_dataset_built_on_rank() -> bool:
-    """Whether this rank reads data: the first of its tensor-parallel group does."""
-    return collectives.group_rank(ProcessGroupCollection.use_mpu_process_groups().tp) == 0
+def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
+    """Whether this rank reads data: the first of its tensor-parallel group does, on the stages that need any.
+
+    Args:
+        vp_stage: accepted as Megatron has it: the question is about all chunks of the rank.
+    """
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return collectives.group_rank(groups.tp) == 0 and stage_reads(global_vars.get_args(), groups)
 
 
 def train_valid_test_num_samples(args: Namespace) -> list[int | None]:
@@ -149,22 +157,33 @@ def build_train_valid_test_data_iterators(
     datasets = provider(sizes)
     data = RunData()
     failure: MegatronLiteError | None = None
-    reads = collectives.group_rank(pg_collection.tp) == 0
+    needed = stage_reads(args, pg_collection)
+    reads = needed and collectives.group_rank(pg_collection.tp) == 0
     if reads:
         try:
             data = _run_data(datasets, args, pg_collection)
         except MegatronLiteError as error:
             failure = error
-    elsewhere = ReadElsewhere()
+    elsewhere: Any = ReadElsewhere() if needed else NotNeeded()
     known = RunData(  # all but the iterators
         elsewhere if data.train is not None else None,
         [replace(held_out, start=elsewhere) for held_out in data.valid],
         [replace(held_out, start=elsewhere) for held_out in data.test],
     )
-    failure, known = collectives.broadcast_object((failure, known), pg_collection.tp, purpose="which data there are")
+    found = (failure, known) if reads else None
+    found, *_ = filter(None, collectives.all_gather_object(found, pg_collection.mp, purpose="which data there are"))
+    failure, known = found
     if failure is not None:
         raise failure
-    return data if reads else known
+    return (
+        data
+        if reads
+        else RunData(
+            None if known.train is None else elsewhere,
+            [replace(held_out, start=elsewhere) for held_out in known.valid],
+            [replace(held_out, start=elsewhere) for held_out in known.test],
+        )
+    )
 
 
 def _run_data(datasets: Sequence[Any], args: Namespace, pg_collection: ProcessGroupCollection) -> RunData:

@@ -15,6 +15,7 @@ from megatron_lite.num_microbatches_calculator import (
     build_num_microbatches_calculator,
     parse_step_batch_size_schedule,
 )
+from megatron_lite.pipeline_parallel.stage_layout import parse_layout
 
 
 def derive(args: Namespace) -> tuple[list[str], list[str]]:
@@ -166,9 +167,27 @@ def _derive_layout(args: Namespace, warnings: list[str]) -> None:
     args.data_parallel_size = max(1, args.world_size // max(1, args.model_parallel_ranks))
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tp
+    args.virtual_pipeline_model_parallel_size = _virtual_stages(args)
+    if args.virtual_pipeline_model_parallel_size is None:  # there is nothing to overlap or to align
+        args.overlap_p2p_comm = args.align_param_gather = False
     if args.sequence_parallel and tp == 1:
         args.sequence_parallel = False
         warnings.append("--sequence-parallel is switched off: there is one tensor-parallel rank")
+
+
+def _virtual_stages(args: Namespace) -> int | None:
+    """Chunks of each pipeline stage; None: one. Numbers that do not come out even are left to the rules."""
+    stages = max(1, args.pipeline_model_parallel_size)
+    chunks = args.num_virtual_stages_per_pipeline_rank or 1
+    if args.num_layers_per_virtual_pipeline_stage:
+        layers = args.num_layers or args.encoder_num_layers or 0
+        chunks = max(1, layers // stages // args.num_layers_per_virtual_pipeline_stage)
+    elif args.pipeline_model_parallel_layout:
+        try:
+            chunks = max(1, len(parse_layout(args.pipeline_model_parallel_layout)) // stages)
+        except ConfigError:
+            chunks = 1
+    return chunks if chunks > 1 else None
 
 
 def _derive_shape(args: Namespace) -> None:

@@ -26,6 +26,7 @@ from megatron_lite.pipeline_parallel import get_forward_backward_func
 from megatron_lite.pipeline_parallel.executor import ForwardStep
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.timers import Timers
+from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import average_losses
 
 
@@ -69,7 +70,7 @@ def evaluate(
     if verbose:
         print_rank_last(f"Evaluating on {data.num_samples} samples")
     with _evaluating(model), _timed(timers):
-        iterator = data.start()
+        iterator = for_chunks(data.start(), args, pg_collection)
         for i in range(1, data.num_batches + 1):
             if verbose and args.log_interval and i % args.log_interval == 0:
                 print_rank_last(f"Evaluating iter {i}/{data.num_batches}")
@@ -93,7 +94,8 @@ def collect_non_loss_data(
     Collective, like `evaluate`; `args.consumed_valid_samples` grows as there.
     """
     with _evaluating(model):
-        return _forward(forward_step_func, data, data.start(), model, args, pg_collection, collect_non_loss_data=True)
+        iterator = for_chunks(data.start(), args, pg_collection)
+        return _forward(forward_step_func, data, iterator, model, args, pg_collection, collect_non_loss_data=True)
 
 
 def num_eval_microbatches(args: Namespace) -> int:
@@ -104,7 +106,7 @@ def num_eval_microbatches(args: Namespace) -> int:
 def _forward(
     forward_step_func: ForwardStep,
     data: EvaluationSet,
-    iterator: Iterator[Any],
+    iterator: Iterator[Any] | list[Iterator[Any]],
     model: list[nn.Module],
     args: Namespace,
     pg_collection: ProcessGroupCollection,
@@ -115,7 +117,7 @@ def _forward(
     Raises: DataError where the iterator of the user's data ends.
     """
     try:
-        results = get_forward_backward_func()(
+        results = get_forward_backward_func(None, len(model))(
             forward_step_func=forward_step_func,
             data_iterator=iterator,
             model=model,

@@ -68,6 +68,7 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
         parallel_state.initialize_model_parallel(
             args.tensor_model_parallel_size,
             args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
             context_parallel_size=args.context_parallel_size,
             hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
             expert_model_parallel_size=args.expert_model_parallel_size,

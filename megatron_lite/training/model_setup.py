@@ -28,6 +28,7 @@ from megatron_lite.training.arguments import (
     optimizer_config_from_args,
 )
 from megatron_lite.transformer.module import Float16Module
+from megatron_lite.transformer.transformer_block import layout_of
 
 ModelProvider = Callable[..., nn.Module]
 
@@ -40,23 +41,45 @@ def get_model(
     wrap_with_ddp: bool = True,
 ) -> list[nn.Module]:
     """This rank's model chunks, on its device, in its number format, under DDP."""
-    module = model_provider_func(pre_process=True, post_process=True)
-    module.model_type = model_type  # type: ignore[assignment]
+    tp, pp = collectives.group_rank(pg_collection.tp), collectives.group_rank(pg_collection.pp)
+    stages, virtual = collectives.group_size(pg_collection.pp), args.virtual_pipeline_model_parallel_size
+    modules = []
+    for chunk in range(virtual or 1):
+        ends = {
+            "pre_process": pp == 0 and chunk == 0,
+            "post_process": pp == stages - 1 and chunk == (virtual or 1) - 1,
+        }
+        module = model_provider_func(**ends) if virtual is None else model_provider_func(**ends, vp_stage=chunk)
+        module.model_type = model_type  # type: ignore[assignment]
+        modules.append(module)
+    config: Any = getattr(modules[0], "config", None) or core_transformer_config_from_args(args)
     if collectives.group_rank(pg_collection.dp_cp) == 0:
-        tp, pp = collectives.group_rank(pg_collection.tp), collectives.group_rank(pg_collection.pp)
-        count = sum(p.numel() for p in module.parameters())
+        count = sum(p.numel() for module in modules for p in module.parameters())
         say(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}")
-    module.to(args.device)
+        if stages > 1 and tp == 0:
+            say(f" > pipeline stage {pp} holds {layout_of(config).describe(pp)}")
     print_rank_0(f"> {describe(args.params_dtype, args.device.type)}")
-    config: Any = getattr(module, "config", None) or core_transformer_config_from_args(args)
-    if args.fp16 or args.bf16:
-        module = Float16Module(config, module)
+    for number, module in enumerate(modules):
+        module.to(args.device)
+        if args.fp16 or args.bf16:
+            modules[number] = Float16Module(config, module)
     if not wrap_with_ddp:
-        return [module]
-    model = DistributedDataParallel(config, ddp_config_from_args(args, module), module, pg_collection=pg_collection)
-    if args.data_parallel_random_init:
-        model.broadcast_params()
-    return [model]
+        return modules
+    chunks: list[nn.Module] = []
+    for number, module in enumerate(modules):
+        chunk_config = ddp_config_from_args(args, module)
+        # Later chunks have their backward early: nothing is left to hide a bucket's communication behind.
+        model = DistributedDataParallel(
+            config,
+            chunk_config,
+            module,
+            disable_bucketing=number > 0 or args.overlap_param_gather_with_optimizer_step,
+            pg_collection=pg_collection,
+        )
+        if args.data_parallel_random_init:
+            model.broadcast_params()
+        chunks.append(model)
+    return chunks
 
 
 def setup_model_and_optimizer(
@@ -79,7 +102,11 @@ def setup_model_and_optimizer(
     scheduler = get_optimizer_param_scheduler(optimizer, args)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = model[0].no_sync
+    config.no_sync_func = [chunk.no_sync for chunk in model]
+    if args.overlap_grad_reduce and args.align_grad_reduce:
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
+    if args.overlap_param_gather and args.align_param_gather:
+        config.param_sync_func = [chunk.start_param_sync for chunk in model]
     return model, optimizer, scheduler
 
 

@@ -39,6 +39,7 @@ from megatron_lite.training import global_vars
 from megatron_lite.training.arguments import validate_args
 from megatron_lite.training.data_loading import build_train_valid_test_data_iterators
 from megatron_lite.training.model_setup import setup_model_and_optimizer
+from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import train_step
 from megatron_lite.training.training import start
 
@@ -136,7 +137,7 @@ def _record(args: Namespace, script: Any, steps: int, prepare: Callable[..., Non
     if prepare is not None:
         prepare(model, optimizer)
     data: Any = build_train_valid_test_data_iterators(script.train_valid_test_datasets_provider, args, groups)
-    data = data[0] if isinstance(data, tuple) else data.train
+    data = for_chunks(data.train, args, groups)
     seen = RankRecord(rank, first_weights=held_weights(model))
     config: Any = model[0].config
     config.finalize_model_grads_func = _then(

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.pipeline_parallel.stage_layout import stage_layout
 from megatron_lite.rank_grid import nearest_multiples
 from megatron_lite.tokenizers.build_tokenizer import missing_fields
 from megatron_lite.tokenizers.tokenizer_config import NOT_FOR_TEXT
@@ -85,6 +86,50 @@ def _positive(name: str, least: float = 1, why: str = "", fix: str = "") -> Rule
     )
 
 
+# ------------------------------------------------------------------------------------------------------- the pipeline
+def _misplaced(a: Namespace) -> bool | dict[str, Any]:
+    """Layers that do not fall into the pipeline's stages."""
+    if min(a.num_layers or 0, a.pipeline_model_parallel_size) < 1:
+        return False
+    chunks = a.virtual_pipeline_model_parallel_size or 1
+    typed = a.num_layers_per_virtual_pipeline_stage
+    per_stage = a.num_layers / a.pipeline_model_parallel_size
+    if typed and chunks * typed != per_stage:
+        return {
+            "misplaced": f"--num-layers-per-virtual-pipeline-stage {typed} with {per_stage:g} layers on each of "
+            f"{a.pipeline_model_parallel_size} stages",
+            "rule": "the layers of a stage divide into its virtual stages",
+            "way_out": "--num-virtual-stages-per-pipeline-rank, or a number that divides",
+        }
+    try:
+        stage_layout(
+            a.num_layers,
+            a.pipeline_model_parallel_size,
+            chunks,
+            a.decoder_first_pipeline_num_layers,
+            a.decoder_last_pipeline_num_layers,
+            a.account_for_embedding_in_pipeline_split,
+            a.account_for_loss_in_pipeline_split,
+            a.pipeline_model_parallel_layout,
+        )
+    except ConfigError as error:
+        return {"misplaced": error.what, "rule": error.why, "way_out": error.fix}
+    return False
+
+
+def _ungrouped(a: Namespace) -> bool | dict[str, Any]:
+    """Micro-batches that do not fall into the groups of an interleaved schedule."""
+    if a.virtual_pipeline_model_parallel_size is None or not a.global_batch_size or not a.micro_batch_size:
+        return False
+    microbatches = a.global_batch_size // (a.micro_batch_size * a.data_parallel_size)
+    stages = a.pipeline_model_parallel_size
+    group = a.microbatch_group_size_per_virtual_pipeline_stage or stages
+    last = microbatches % group
+    if stages <= group <= microbatches and (last == 0 or last >= stages):
+        return False
+    return {"group": group, "microbatches": microbatches, "last": last, "rounded": max(1, -(-microbatches // group))}
+
+
 # --------------------------------------------------------------------------------------------- rules on what was typed
 def _without_package(a: Namespace) -> bool | dict[str, Any]:
     """A flag that was given, and the optional package that it needs and this environment lacks."""
@@ -119,6 +164,28 @@ def _formats(a: Namespace, is_meant: Callable[[str], bool]) -> str:
 
 GIVEN: tuple[Rule, ...] = (
     # -- shape
+    Rule(
+        lambda a: (
+            _given(
+                "num_layers_per_virtual_pipeline_stage",
+                "num_virtual_stages_per_pipeline_rank",
+                "pipeline_model_parallel_layout",
+            )(a)
+            > 1
+        ),
+        "more than one of --num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank and "
+        "--pipeline-model-parallel-layout",
+        "each says how many virtual stages there are",
+        "one of them",
+    ),
+    *(
+        _positive(name)
+        for name in (
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "microbatch_group_size_per_virtual_pipeline_stage",
+        )
+    ),
     Rule(
         lambda a: a.num_layers is None and a.encoder_num_layers is None,
         "--num-layers is missing",
@@ -563,6 +630,15 @@ DERIVED: tuple[Rule, ...] = (
         "only a sharded optimizer has parameters to gather, bucket by bucket of the overlap",
         "--use-distributed-optimizer --overlap-grad-reduce",
     ),
+    Rule(
+        lambda a: (
+            a.overlap_param_gather_with_optimizer_step
+            and not (a.overlap_param_gather and a.virtual_pipeline_model_parallel_size)
+        ),
+        "--overlap-param-gather-with-optimizer-step without --overlap-param-gather and virtual pipeline stages",
+        "it gathers one model chunk's parameters while other chunks are updated",
+        "--num-virtual-stages-per-pipeline-rank N --overlap-param-gather, or leave it out",
+    ),
     _positive("num_distributed_optimizer_instances"),
     Rule(
         lambda a: a.num_distributed_optimizer_instances > 1 and not a.use_distributed_optimizer,
@@ -649,6 +725,28 @@ DERIVED: tuple[Rule, ...] = (
         "--pipeline-model-parallel-size {pipeline_model_parallel_size} --context-parallel-size {context_parallel_size}",
         "a copy of the model takes their product, {model_parallel_ranks} ranks, and the world is a number of copies",
         "start {near} processes, or choose other sizes",
+    ),
+    # -- the pipeline
+    Rule(_misplaced, "{misplaced}", "{rule}", "{way_out}"),
+    Rule(
+        lambda a: a.virtual_pipeline_model_parallel_size is not None and a.pipeline_model_parallel_size == 1,
+        "virtual pipeline stages with --pipeline-model-parallel-size 1",
+        "they shorten the time in which pipeline stages wait for each other",
+        "--pipeline-model-parallel-size 2 or more, or leave them out",
+    ),
+    Rule(
+        _ungrouped,
+        "{microbatches} micro-batches (--global-batch-size {global_batch_size} / --micro-batch-size {micro_batch_size} "
+        "/ data-parallel size {data_parallel_size}) with virtual pipeline stages in groups of {group}",
+        "a group is at least --pipeline-model-parallel-size {pipeline_model_parallel_size} and at most the number of "
+        "micro-batches, and {microbatches} modulo {group} = {last} must be 0 or at least that size",
+        "--global-batch-size {rounded} * {group} * {micro_batch_size} * {data_parallel_size}, or no virtual stages",
+    ),
+    Rule(
+        lambda a: a.overlap_p2p_communication_warmup_flush and not a.overlap_p2p_comm,
+        "--overlap-p2p-communication-warmup-flush without overlapped messages",
+        "it extends the overlap of an interleaved schedule to its beginning and end",
+        "virtual pipeline stages, without --no-overlap-p2p-communication",
     ),
     # -- shares of the tensor-parallel ranks
     *(

@@ -102,7 +102,7 @@ def _forward_backward(iteration: int) -> Callable[..., Reports]:
 
     def run(**arguments: Any) -> Reports:
         try:
-            return get_forward_backward_func()(**arguments)
+            return get_forward_backward_func(None, len(arguments["model"]))(**arguments)
         except RankFailure as failure:
             if "iteration" in failure.what:
                 raise

@@ -52,6 +52,7 @@ from megatron_lite.training.model_setup import ModelProvider, params_norm, print
 from megatron_lite.training.profiling import Profiler
 from megatron_lite.training.progress_file import append_progress
 from megatron_lite.training.report import write_report
+from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import train_step
 from megatron_lite.training.training_log import TrainingLog, describe_run
 
@@ -166,7 +167,8 @@ class Loop:
     ):
         self.args, self.model, self.optimizer, self.scheduler = args, model, optimizer, scheduler
         self.forward_step_func, self.pg_collection = forward_step_func, pg_collection
-        self.train_data, self.valid_data, self.test_data = data
+        train, self.valid_data, self.test_data = data
+        self.train_data = None if train is None else for_chunks(train, args, pg_collection)
         self.log = TrainingLog(args, args.timers, pg_collection)
         self.profiler = Profiler(args)
         self.process_non_loss_data_func = process_non_loss_data_func

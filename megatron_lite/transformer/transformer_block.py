@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_lite import collectives
 from megatron_lite.errors import ConfigError
+from megatron_lite.pipeline_parallel.stage_layout import StageLayout, stage_layout
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from megatron_lite.transformer.inference_context import InferenceContext
@@ -39,22 +40,26 @@ class TransformerBlockSubmodules:
     layer_norm: ModuleSpec | type | None = None
 
 
+def layout_of(config: TransformerConfig, pp_size: int | None = None) -> StageLayout:
+    """Which stage and chunk holds what. Raises ConfigError where the layers do not come out even."""
+    return stage_layout(
+        config.num_layers,
+        config.pipeline_model_parallel_size if pp_size is None else pp_size,
+        config.virtual_pipeline_model_parallel_size or 1,
+        config.num_layers_in_first_pipeline_stage,
+        config.num_layers_in_last_pipeline_stage,
+        config.account_for_embedding_in_pipeline_split,
+        config.account_for_loss_in_pipeline_split,
+        config.pipeline_model_parallel_layout,
+    )
+
+
 def layers_of_stage(
     config: TransformerConfig, pp_rank: int, pp_size: int, vp_stage: int | None = None
 ) -> tuple[int, int]:
-    """(first layer, number of layers) of a stage's chunk, counted from 0: an even split, chunks interleaved.
-
-    Chunk v of stage r starts at v * L / V + r * L / (p V). Raises ConfigError if the layers do not divide.
-    """
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    per_chunk, rest = divmod(config.num_layers, pp_size * chunks)
-    if rest:
-        raise ConfigError(
-            f"--num-layers {config.num_layers} over {pp_size} stages of {chunks} chunks",
-            why="every chunk takes the same number of layers",
-            fix=f"--num-layers {-(-config.num_layers // (pp_size * chunks)) * pp_size * chunks}",
-        )
-    return (vp_stage or 0) * (config.num_layers // chunks) + pp_rank * per_chunk, per_chunk
+    """(first layer, number of layers) of a stage's chunk, counted from 0."""
+    held = layout_of(config, pp_size).cell(pp_rank, vp_stage).layers
+    return held.start, len(held)
 
 
 def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:

@@ -39,6 +39,23 @@ class TransformerConfig(ModelParallelConfig):
     kv_channels: int | None = flag(None, "Size of a head. Default: hidden / heads.")
     num_query_groups: int | None = None  # its flag needs --group-query-attention: training/configs
 
+    # -- where layers go
+    num_layers_in_first_pipeline_stage: int | None = flag(
+        None, "Layers of the first pipeline stage; others share the rest.", name="--decoder-first-pipeline-num-layers"
+    )
+    num_layers_in_last_pipeline_stage: int | None = flag(
+        None, "Layers of the last pipeline stage; others share the rest.", name="--decoder-last-pipeline-num-layers"
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "Count the embedding as a layer: its pipeline stage holds one less."
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "Count the output layer and its loss as a layer: their pipeline stage holds one less."
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        None, "Which layer goes to which pipeline stage, for example 'Ett|(tt|)*2,tL'."
+    )
+
     # -- layer
     normalization: str = flag("LayerNorm", "Kind of norm.", choices=NORMALIZATIONS)
     layernorm_epsilon: float = flag(1e-5, "Epsilon of every norm.", name="--norm-epsilon")

@@ -42,7 +42,7 @@ MODELS = {
 class Layout:
     """How a model is laid out and computed. The defaults are one process that does nothing special.
 
-    flags: more words of the command line, for what has no field.
+    flags: more words of the command line, for what has no field. split: those that place layers on stages.
     """
 
     model: str = "gpt2"
@@ -66,6 +66,7 @@ class Layout:
     micro_batch_size: int = 2
     precision: str = "fp32"
     flags: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -117,7 +118,7 @@ class Layout:
             "selective": ["--recompute-granularity", "selective"],
             "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
         }[self.recompute]
-        return words + list(self.flags)
+        return words + list(self.flags) + list(self.split)
 
     def __str__(self) -> str:
         """For a test's id: what differs from the defaults."""

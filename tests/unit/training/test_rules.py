@@ -199,6 +199,7 @@ BROKEN = [
     ("--tokenizer-type MultimodalTokenizer", "", ["MultimodalTokenizer is not supported", "text alone"]),
     # optimizer
     ("--overlap-param-gather", "", ["--overlap-param-gather without --use-distributed-optimizer"]),
+    ("--overlap-param-gather-with-optimizer-step", "", ["with-optimizer-step without --overlap-param-gather"]),
     ("--num-distributed-optimizer-instances 0", "", ["--num-distributed-optimizer-instances 0"]),
     (
         "--num-distributed-optimizer-instances 2",
@@ -275,7 +276,8 @@ POSITIVE = (
     "seq-length make-vocab-size-divisible-by tensorboard-log-interval exit-interval exit-duration-in-mins "
     "eval-global-batch-size eval-micro-batch-size "
     "train-samples rotary-seq-len-interpolation-factor ckpt-step distributed-timeout-minutes ddp-bucket-size "
-    "distributed-timeout-seconds-after-init "
+    "distributed-timeout-seconds-after-init num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
+    "microbatch-group-size-per-virtual-pipeline-stage "
     "pipeline-model-parallel-size context-parallel-size expert-model-parallel-size tensor-model-parallel-size"
 )
 MORE: list[tuple[str, str, list[str]]] = [
@@ -285,6 +287,10 @@ MORE: list[tuple[str, str, list[str]]] = [
     ("--use-checkpoint-opt_param-scheduler --no-load-optim --attention-dropout -1", "", []),
     ("--decoupled-lr 0.1 --decoupled-min-lr 0.2", "", []),
     ("--kv-channels 0 --micro-batch-size 0", "", []),
+    ("--num-layers 6 --pipeline-model-parallel-size 4", "", []),
+    ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", "", []),
+    ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6", "", []),
+    ("--overlap-p2p-communication-warmup-flush", "", []),
 ]
 
 
@@ -303,6 +309,51 @@ def test_C143_a_world_that_is_no_number_of_model_copies_is_refused() -> None:
     errors = [str(error) for error in rules.broken(rules.DERIVED, args)]
     words = "world size 6", "--tensor-model-parallel-size 2", "4 ranks", "start 4 or 8 processes"
     assert any(all(word in text for word in words) for text in errors)
+
+
+PIPELINE = [
+    ("--num-layers 6 --pipeline-model-parallel-size 4", ["6 over 4 stages", "no layer may be left out", "4 or 8"]),
+    ("--num-layers 20 --decoder-last-pipeline-num-layers 1", ["with one pipeline stage"]),
+    (
+        "--num-layers 8 --pipeline-model-parallel-size 4 --global-batch-size 4 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        ["2 micro-batches", "--global-batch-size 4", "--micro-batch-size 2", "2 modulo 4", "or no virtual stages"],
+    ),
+    (
+        "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3",
+        ["--num-layers-per-virtual-pipeline-stage 3 with 2 layers on each of 4 stages"],
+    ),
+    (
+        "--num-layers 6 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|tt|tL",
+        ["it has 3 chunks, and 4 stages take 4"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "found"), PIPELINE, ids=[flags for flags, _ in PIPELINE])
+def test_C086_C087_C091_layers_and_microbatches_that_do_not_fall_into_stages(flags: str, found: list[str]) -> None:
+    """C086, C087, C091: never a smaller model, and the formula with the user's numbers."""
+    with pytest.raises(ConfigError) as error:
+        resolve(flags, world_size=4 if "parallel-size" in flags else 1)
+    assert all(word in str(error.value) for word in found), error.value
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunks"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 2", 2),
+        ("--num-layers-per-virtual-pipeline-stage 4", None),
+        ("--num-virtual-stages-per-pipeline-rank 4", 4),
+        ("--num-virtual-stages-per-pipeline-rank 1", None),
+        ("--pipeline-model-parallel-layout Et*2|tt|tt|ttL", 2),
+        ("--virtual-pipeline-model-parallel-size 2", 2),
+    ],
+)
+def test_three_ways_to_say_how_many_virtual_stages(flags: str, chunks: int | None) -> None:
+    """One virtual stage is none: nothing is interleaved, overlapped or aligned."""
+    args = resolve(f"--num-layers 8 --pipeline-model-parallel-size 2 {flags}", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size == chunks
+    assert args.overlap_p2p_comm == args.align_param_gather == (chunks is not None)
 
 
 def test_C050_a_schedule_that_would_not_be_read_is_refused() -> None:
