@@ -6,12 +6,14 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lite import collectives
+from megatron_lite.errors import PeerLost
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.pipeline_parallel import get_forward_backward_func
 from megatron_lite.pipeline_parallel.actions import make_schedule
 from megatron_lite.pipeline_parallel.executor import Executor
 from megatron_lite.pipeline_parallel.schedule_check import check_schedule
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.training.local_world import World
 
 HIDDEN, BATCH, LENGTH = 8, 2, 4
 
@@ -188,3 +190,41 @@ def test_another_length_than_promised(world):
     """An activation that the next stage does not expect is told with both shapes and the flag, not sent."""
     with pytest.raises(Exception, match="variable-seq-lengths"):
         world(2).run(_wrong_length)
+
+
+class Gone(Exception):
+    """Stands for the end of a process."""
+
+
+def _leaves():
+    """Rank 1 leaves its groups before the backward of its second micro-batch. Returns: what rank 0 is told."""
+    seen = 0
+
+    def leaving(output):
+        nonlocal seen
+        seen += 1
+        if seen == 2:
+            dist.destroy_process_group()
+            raise Gone
+        return squared(output)
+
+    config = make_config()
+    try:
+        get_forward_backward_func(2)(
+            forward_step_func=lambda iterator, model: (model(next(iterator)), leaving),
+            data_iterator=iter([batch_of(m) for m in range(3)]),
+            model=Stack(config, [dist.get_rank()]),
+            num_microbatches=3,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            pg_collection=ProcessGroupCollection(pp=collectives.world()),
+        )
+    except (PeerLost, Gone) as error:
+        return str(error)
+
+
+def test_a_lost_peer_is_named_with_the_pass():
+    """Which stage, which micro-batch, which action: without them a hang of 16 stages is a riddle."""
+    with World(2) as world:
+        told, _ = world.run(_leaves)
+    assert "pipeline stage 0, receiving gradients of activations of B1 from stage 1" in told
