@@ -175,7 +175,9 @@ class MegatronOptimizer:
         chosen = set(map(id, shards))
         scale = None
         if divisor != 1.0:
-            scale = torch.full((), divisor, dtype=torch.float32, device=self.device)
+            # Where a part steps on the host the number starts there: torch would fetch it without waiting for it.
+            on_host = any(shard.on_host for shard in shards)
+            scale = torch.full((), divisor, dtype=torch.float32, device="cpu" if on_host else self.device)
         for part in self.parts:
             for shard, grad in zip(part.shards, part._grads):
                 if id(shard) in chosen:

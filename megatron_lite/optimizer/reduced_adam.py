@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from megatron_lite.optimizer.blocks import blocks, grad_of, unscaled
+from megatron_lite.optimizer.blocks import blocks, grad_of
 
 
 class ReducedAdam(torch.optim.Optimizer):
@@ -52,12 +52,13 @@ class ReducedAdam(torch.optim.Optimizer):
                     m32, v32 = m.float(), v.float()
                     adam(
                         [p],
-                        [unscaled(g, self.grad_scale)],
+                        [g.float()],
                         [m32],
                         [v32],
                         [],
                         [state["step"].clone()],  # the kernel counts
                         fused=True,
+                        grad_scale=self.grad_scale,
                         amsgrad=False,
                         beta1=group["betas"][0],
                         beta2=group["betas"][1],
