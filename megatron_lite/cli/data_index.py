@@ -4,16 +4,21 @@
                              --global-batch-size 256 --tokenizer-type ... --data-cache-path cache
 
 The flags are those of `pretrain_gpt.py`: its whole command line (or `--config`) may be given, and what has no say in
-the data is passed over. The run then finds every file of the cache, whatever its layout.
+the data is passed over. The run then finds every file of the cache, whatever its layout. With
+`--per-dataset-sequences-path FILE` the file of that flag is written, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from megatron_lite.errors import ConfigError
+from megatron_lite.datasets.indexed_dataset import IndexedDataset
+from megatron_lite.errors import ConfigError, DataError
 
 # What the data do not depend on, so that it need not be given. What is given is checked as the run checks it.
 _ANY_MODEL = {
@@ -61,7 +66,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             "megatron-lite data index --sft", why="conversations have no index cache", fix="start the run itself"
         )
-    args.dataloader_fast_cache_load = False  # the run may count on the files; here they are made
+    # The run may count on these files; here they are made.
+    args.dataloader_fast_cache_load = False
+    args.counts_path, args.per_dataset_sequences_path = args.per_dataset_sequences_path, None
     size = args.prepare_cache_world_size
     if size is not None and size < 1:
         raise ConfigError(f"--prepare-cache-world-size {size}", fix="give 1 or more")
@@ -74,6 +81,17 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     if size is None:
         size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     return validate_args(args, size)
+
+
+def _write_counts(path: str, corpora: dict[str | None, IndexedDataset]) -> None:
+    """The file of --per-dataset-sequences-path, whole or not at all."""
+    counts = {prefix: [len(corpus), len(corpus.document_indices)] for prefix, corpus in corpora.items()}
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        Path(temporary).write_text(json.dumps(counts, indent=1) + "\n", "utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"cannot write --per-dataset-sequences-path {path}: {error.strerror}") from error
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,6 +119,11 @@ def main(argv: Sequence[str]) -> int:
         f"{len(mids)} datasets in {time.monotonic() - start:.1f} s: {made} built, {len(mids) - made} were there; "
         f"caches in {', '.join(folders)}"
     )
+    if args.counts_path:
+        _write_counts(args.counts_path, {mid.dataset_path: mid.dataset for mid in mids})
+        print(
+            f"sequences and document marks of {len({mid.dataset_path for mid in mids})} corpora in {args.counts_path}"
+        )
     if config.path_to_cache is None and any(isinstance(top, BlendedDataset) for top in tops):
         print("the order of the blend itself is kept in --data-cache-path FOLDER only: the run builds it again")
     return 0

@@ -1,10 +1,12 @@
 """`megatron-lite data index` builds the files that the run then finds, from the run's own flags."""
 
+import json
+
 import pytest
 
 from megatron_lite.cli import data_index
 from megatron_lite.cli import main as cli
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, DataError
 from tests.e2e.launch import ROOT, TINY, run
 from tests.unit.datasets.corpora import numbered, write_corpus
 
@@ -35,6 +37,16 @@ def test_flags_that_count_on_the_files_do_not_keep_them_from_being_made(tmp_path
     words += ["--data-cache-path", str(tmp_path / "cache"), "--dataloader-fast-cache-load", *SHORT]
     assert data_index.main(words) == 0
     assert "2 built, 0 were there" in capsys.readouterr().out
+
+
+def test_counts_of_the_corpora_are_written_as_the_flag_reads_them(tmp_path):
+    """What Megatron's tools/build_sequences_per_dataset.py makes; the run holds the corpora against it."""
+    prefix, path = write_corpus(tmp_path / "p", numbered(200, 20)), tmp_path / "counts.json"
+    words = ["--data-path", prefix, "--split", "90,10,0", "--per-dataset-sequences-path", str(path), *SHORT]
+    assert data_index.main(words) == 0
+    assert json.loads(path.read_text()) == {prefix: [200, 201]}
+    with pytest.raises(DataError, match="cannot write"):
+        data_index.main([str(tmp_path / "nothere" / "c.json") if word == str(path) else word for word in words])
 
 
 @pytest.mark.slow
