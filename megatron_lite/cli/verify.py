@@ -35,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
     """The verb."""
     own, words = _parser().parse_known_args(list(argv))
     given = parse_args(words)
+    if own.ranks is not None:  # the run is known in full: it must be one that can start
+        with contextlib.redirect_stdout(None):
+            validate_args(deepcopy(given), own.ranks)
     small, changes = scale_down(given, _data_parallel_size(own, given), own.steps, own.max_processes)
     script = own.script or CHECKOUT / "pretrain_gpt.py"
     runs = {"fp32": without_precision(small)}

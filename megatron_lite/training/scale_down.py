@@ -26,6 +26,18 @@ VOCABULARY = 256  # padded; a multiple of every scaled tensor-parallel size
 
 _KEPT = (TransformerConfig, ModelConfig, OptimizerConfig, DistributedDataParallelConfig)
 _KEPT_TOO = ("grad_reduce_in_bf16", "use_tp_pp_dp_mapping")
+# How the optimizer's memory is kept: its rounding would hide what is looked for.
+_LEFT_OUT = (
+    "use_precision_aware_optimizer",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
 # What a layout is made of: size -> how many ranks of it a scaled layout has at most.
 _SIZES = {
     "tensor_model_parallel_size": 4,
@@ -56,12 +68,15 @@ def scale_down(given: Namespace, data_parallel_size: int, steps: int, max_ranks:
     small = parse_args([])
     for config in _KEPT:
         for flag in flags_of(config):
-            setattr(small, flag.dest, deepcopy(vars(given)[flag.dest]))
+            if flag.dest not in _LEFT_OUT:
+                setattr(small, flag.dest, deepcopy(vars(given)[flag.dest]))
     for name in _KEPT_TOO:
         setattr(small, name, vars(given)[name])
     changes = _layout(given, small, data_parallel_size, max_ranks)
     changes += _model(given, small)
     changes += _training(given, small, steps)
+    if given.use_precision_aware_optimizer:
+        changes.append("the optimizer's memory in fp32, on the device")
     return small, changes
 
 
@@ -87,6 +102,7 @@ def _layout(given: Namespace, small: Namespace, data_parallel_size: int, max_ran
     for name, size in sizes.items():
         setattr(small, name, size)
     small.world_size = ranks()
+    small.num_distributed_optimizer_instances = min(given.num_distributed_optimizer_instances, small.data_parallel_size)
     return [f"{_SHORT[name]} {size} instead of {real[name]}" for name, size in sizes.items() if size != real[name]]
 
 
@@ -104,6 +120,12 @@ def _model(given: Namespace, small: Namespace) -> list[str]:
     small.encoder_num_layers = None
 
     heads, hidden = given.num_attention_heads, given.hidden_size
+    if heads % real_tp:
+        raise ConfigError(
+            f"--num-attention-heads {heads} with --tensor-model-parallel-size {real_tp}",
+            why="each tensor-parallel rank has whole heads, equally many",
+            fix=f"a size that divides {heads}",
+        )
     groups = given.num_query_groups if given.group_query_attention else heads
     small_groups = tp * min(groups // real_tp, 2) if groups >= real_tp else max(1, groups * tp // real_tp)
     per_group = min(heads // groups, 4) if heads % groups == 0 else heads // groups
@@ -178,5 +200,5 @@ def alone(args: Namespace) -> Namespace:
     keep = one.accumulate_allreduce_grads_in_fp32
     for flag in flags_of(DistributedDataParallelConfig):
         setattr(one, flag.dest, deepcopy(flag.default))
-    one.accumulate_allreduce_grads_in_fp32 = keep
+    one.accumulate_allreduce_grads_in_fp32, one.overlap_param_gather_with_optimizer_step = keep, False
     return one
