@@ -266,11 +266,103 @@ def index_part(args: argparse.Namespace) -> Lines:
     ]
 
 
+# -- load --------------------------------------------------------------------------------------------------------
+
+_LOAD_TARGET = 20.0  # tokens/s delivered for each that a step of the quickstart consumes
+_ROOT = Path(__file__).parents[1]
+_VOCABULARY = 8191
+
+
+def _quickstart(prefix: str, *more: str) -> list[str]:
+    """The words of the quickstart's run, on the corpus at `prefix`."""
+    words = ["--config", str(_ROOT / "configs" / "gpt_small.yaml"), "--data-path", prefix]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(_VOCABULARY), "--eval-iters", "0"]
+    return [*words, *more]
+
+
+def _consumed(prefix: str, folder: Path, rounds: int) -> float:
+    """Tokens/s of the quickstart's training step, from the metrics of a run: the median after the first iterations."""
+    words = ["--train-iters", str(4 + 4 * rounds), "--log-interval", "4", "--save-interval", "1000"]
+    subprocess.run(
+        [sys.executable, str(_ROOT / "pretrain_gpt.py"), *_quickstart(prefix, *words, "--save", str(folder / "run"))],
+        check=True,
+        capture_output=True,
+    )
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(row["tokens_per_s"] for row in rows if row["iteration"] > 4)
+
+
+def _delivered(prefix: str, workers: int, batches: int) -> Iterator[float]:
+    """Tokens/s of the run's own training iterator over `batches` micro-batches, again and again."""
+    import torch
+
+    from megatron_lite.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
+    from megatron_lite.process_groups_config import ProcessGroupCollection
+    from megatron_lite.tokenizers.null import NullTokenizer
+    from megatron_lite.training.arguments import parse_args, validate_args
+    from megatron_lite.training.data_loading import build_train_valid_test_data_iterators
+
+    words = _quickstart(prefix, "--train-iters", "1000000", "--num-workers", str(workers))
+
+    def provider(sizes: list[int | None]) -> Any:
+        config = GPTDatasetConfig(
+            random_seed=args.seed, sequence_length=args.seq_length, blend=([prefix], None), split=args.split,
+            tokenizer=NullTokenizer(_VOCABULARY), reset_position_ids=False, reset_attention_mask=False,
+            eod_mask_loss=False, create_attention_mask=False,
+        )  # fmt: skip
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        args = validate_args(parse_args(words), 1)
+        args.device = torch.device("cpu")
+        train = build_train_valid_test_data_iterators(provider, args, ProcessGroupCollection()).train
+    assert train is not None
+    for _ in range(10):  # the workers have started, and are ahead
+        next(train)
+    while True:
+        begun, tokens = time.perf_counter(), 0
+        for _ in range(batches):
+            tokens += next(train)["tokens"].numel()
+        yield tokens / (time.perf_counter() - begun)
+
+
+def load_part(args: argparse.Namespace) -> Lines:
+    """What the loader delivers beside what the quickstart's step (configs/gpt_small.yaml) consumes; target 20."""
+    import numpy as np
+
+    from megatron_lite.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    generator = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder, prefix = Path(name), str(Path(name) / "corpus")
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", np.uint16)
+        for length in generator.lognormal(6.0, 1.2, 10_000).astype(int):
+            builder.add_document(generator.integers(0, _VOCABULARY, length), [int(length)])
+        builder.finalize(f"{prefix}.idx")
+        consumed = _consumed(prefix, folder, args.rounds)
+        contestants = {workers: _delivered(prefix, workers, args.batches) for workers in (0, 1, 2)}
+        taken: dict[int, list[float]] = {workers: [] for workers in contestants}
+        for _ in range(args.rounds):
+            for workers, speeds in contestants.items():
+                taken[workers].append(next(speeds))
+    rows = [
+        [str(workers), f"{statistics.median(speeds):,.0f}", f"{statistics.median(speeds) / consumed:,.0f}"]
+        for workers, speeds in taken.items()
+    ]
+    return [
+        f"load: micro-batches as of configs/gpt_small.yaml, whose step consumes {consumed:,.0f} tokens/s; "
+        f"{args.rounds} rounds of {args.batches} micro-batches",
+        "",
+        *table(["--num-workers", "delivered, tokens/s", f"delivered / consumed (at least {_LOAD_TARGET:g})"], rows),
+    ]
+
+
 # -- the parts ---------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[argparse.Namespace], Lines]] = {
     "preprocess": preprocess_part,
     "index": index_part,
+    "load": load_part,
 }
 
 
@@ -281,6 +373,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="preprocess: numbers of processes")
     parser.add_argument("--megabytes", type=float, default=12.0, help="preprocess: size of the corpus")
     parser.add_argument("--documents", type=int, default=10_000_000, help="index: documents of the corpus")
+    parser.add_argument("--batches", type=int, default=1000, help="load: micro-batches of a round")
     args = parser.parse_args()
     for name in args.parts or PARTS:
         print("\n".join(["", *PARTS[name](args)]), flush=True)
