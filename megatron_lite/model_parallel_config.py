@@ -67,6 +67,10 @@ class ModelParallelConfig:
         name="--overlap-p2p-communication-warmup-flush",
     )
     deallocate_pipeline_outputs: bool = False
+    delay_wgrad_compute: bool = flag(
+        False, "Zero-bubble schedule: compute weight gradients while the pipeline's other stages are waited for."
+    )
+    weight_grad_store: Any = None  # made by the zero-bubble schedule: where layers put products off
     microbatch_group_size_per_vp_stage: int | None = flag(
         None,
         "Micro-batches that go through one virtual stage before the next one's turn. Default: the pipeline's size.",

@@ -3,15 +3,42 @@
 Without it autograd makes a gradient of its own, and the DDP hook adds that to `weight.main_grad` and drops it: one more
 tensor and one more pass. With it the product itself accumulates (`addmm_`), and backward returns None for the weight:
 the DDP hook fires all the same, finds no gradient to add, and counts the parameter as done.
+
+A store puts the products off: the stage before a pipeline stage waits for input gradients alone, so weight gradients
+can fill the time in which the stage would wait (Qi et al. 2023, "Zero bubble pipeline parallelism").
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import torch
 from torch import Tensor
 
 from megatron_lite.fusions.backends import matmul_kernel
 from megatron_lite.fusions.matmul import transposed_times, widened_rows
+
+
+class WeightGradStore:
+    """Products that were put off, in groups of one backward pass each, first in, first out."""
+
+    def __init__(self) -> None:
+        self._passes: deque[list[tuple[Tensor, Tensor, Tensor]]] = deque()
+        self._open: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def put(self, weight: Tensor, g: Tensor, x: Tensor) -> None:
+        """Keep what `accumulate_product` needs."""
+        self._open.append((weight, g, x))
+
+    def end_pass(self) -> None:
+        """What was put since the last call is one group."""
+        self._passes.append(self._open)
+        self._open = []
+
+    def run_oldest(self) -> None:
+        """Compute and forget the oldest group."""
+        for weight, g, x in self._passes.popleft():
+            accumulate_product(weight, g, x)
 
 
 def takes_main_grad(weight: Tensor) -> bool:

@@ -95,11 +95,12 @@ class Executor:
                 if params and place in params:
                     self._sync_params(params[place])
                 due = grads.get(place, [])
-                if action.chunk in due and action.kind is not Kind.FORWARD:
+                hooked = action.chunk if action.kind is Kind.BACKWARD else None
+                if hooked in due:
                     held[action.chunk].close()  # its hooks reduce buckets while this backward still runs
                 self._do(action)
                 for chunk in due:
-                    if chunk != action.chunk:  # complete for a while, and aligned with the other stages
+                    if chunk != hooked:  # complete for a while and aligned with other stages, or by weight gradients
                         held[chunk].close()
                         self._sync_grads(chunk)
         if self.link is not None:
@@ -223,12 +224,14 @@ class Executor:
             else:
                 wanted = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
                 backward_from([o for o, _ in wanted], [g for _, g in wanted])
+            if action.kind is Kind.INPUT_GRAD:
+                self.config.weight_grad_store.end_pass()
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in held.inputs]
 
     def _weight_grads(self, action: Action) -> list[Tensor]:
         """The weight gradients that INPUT_GRAD put off."""
         with self._timer("backward-compute"):
-            self.chunks[action.chunk].backward_dw()  # type: ignore[operator]
+            self.config.weight_grad_store.run_oldest()
         return []
 
     @contextmanager

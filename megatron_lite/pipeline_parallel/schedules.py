@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.errors import ConfigError
+from megatron_lite.fusions.wgrad import WeightGradStore
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.pipeline_parallel.actions import Schedule, make_schedule, warmup_of
 from megatron_lite.pipeline_parallel.executor import Executor, ForwardStep
@@ -93,11 +94,10 @@ def forward_backward_pipelining_without_interleaving(
     assert len(chunks) == 1, f"without interleaving a stage has one chunk, not {len(chunks)}"
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     config: Any = chunks[0].config
+    if config.delay_wgrad_compute and config.weight_grad_store is None:
+        config.weight_grad_store = WeightGradStore()
     schedule = make_schedule(
-        group_size(groups.pp),
-        num_microbatches,
-        evaluate=forward_only,
-        zero_bubble=getattr(config, "delay_wgrad_compute", False),
+        group_size(groups.pp), num_microbatches, evaluate=forward_only, zero_bubble=config.delay_wgrad_compute
     )
     shape = _shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
     link = _link(config, groups, schedule, 1, shape, chunks[0])

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from megatron_lite import collectives
 from megatron_lite.errors import ConfigError
 from megatron_lite.fusions.matmul import linear, times, times_transposed, transposed_times
-from megatron_lite.fusions.wgrad import accumulate_product, accumulate_rows, takes_main_grad
+from megatron_lite.fusions.wgrad import WeightGradStore, accumulate_product, accumulate_rows, takes_main_grad
 from megatron_lite.initialization import Constant, InitMethod, set_init
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.sharding import split, whole
@@ -96,8 +96,9 @@ class _ParallelLinear(torch.autograd.Function):
     collective with the weight gradient, which may go straight into `main_grad`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, reduce_grad, fuse_wgrad):
+    def forward(ctx, x, weight, bias, group, sequence_parallel, reduce_grad, fuse_wgrad, store):
         ctx.save_for_backward(x, weight)
+        ctx.store = store
         ctx.group, ctx.sequence_parallel, ctx.reduce_grad = group, sequence_parallel, reduce_grad
         ctx.fuse_wgrad, ctx.has_bias = fuse_wgrad, bias is not None
         total = gathered_first(x, group, "column forward") if sequence_parallel else x
@@ -125,12 +126,12 @@ class _ParallelLinear(torch.autograd.Function):
         if needs_weight:
             inputs = total.reshape(-1, total.shape[-1])
             if ctx.fuse_wgrad and takes_main_grad(weight):
-                accumulate_product(weight, rows, inputs)
+                (accumulate_product if ctx.store is None else ctx.store.put)(weight, rows, inputs)
             else:
                 dw = transposed_times(rows, inputs)
         db = rows.sum(0) if ctx.has_bias and needs_bias else None
         handle.wait()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -141,6 +142,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     tp_group: ProcessGroup | None = None,
+    *,
+    weight_grad_store: WeightGradStore | None = None,
 ) -> Tensor:
     """X W^T + b on this rank's W.
 
@@ -149,13 +152,21 @@ def linear_with_grad_accumulation_and_async_allreduce(
         gradient_accumulation_fusion: add the weight gradient into `weight.main_grad` where there is one.
         allreduce_dgrad: sum the input gradient over the group (input equal on all ranks).
         sequence_parallel: gather the input along s; backward reduce-scatters its gradient.
+        weight_grad_store: takes the weight gradient's product, to be computed later; with fusion only.
     """
     group = default_group(tp_group)
     alone = collectives.group_size(group) == 1
     if alone and not gradient_accumulation_fusion:
         return linear(input, weight, bias)
     return _ParallelLinear.apply(
-        input, weight, bias, group, sequence_parallel and not alone, allreduce_dgrad, gradient_accumulation_fusion
+        input,
+        weight,
+        bias,
+        group,
+        sequence_parallel and not alone,
+        allreduce_dgrad,
+        gradient_accumulation_fusion,
+        weight_grad_store,
     )
 
 
@@ -242,6 +253,7 @@ class ColumnParallelLinear(nn.Module):
             self.allreduce_dgrad,
             self.sequence_parallel,
             self.tp_group,
+            weight_grad_store=self.config.weight_grad_store,
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)
@@ -308,7 +320,14 @@ class RowParallelLinear(nn.Module):
         alone = collectives.group_size(self.tp_group) == 1
         bias = None if self.skip_bias_add else self.bias
         y = linear_with_grad_accumulation_and_async_allreduce(
-            x, self.weight, bias if alone else None, self.gradient_accumulation_fusion, False, False, self.tp_group
+            x,
+            self.weight,
+            bias if alone else None,
+            self.gradient_accumulation_fusion,
+            False,
+            False,
+            self.tp_group,
+            weight_grad_store=self.config.weight_grad_store,
         )
         if not alone:
             if self.sequence_parallel:

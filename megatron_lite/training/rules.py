@@ -743,6 +743,20 @@ DERIVED: tuple[Rule, ...] = (
         "--global-batch-size {rounded} * {group} * {micro_batch_size} * {data_parallel_size}, or no virtual stages",
     ),
     Rule(
+        lambda a: (
+            a.delay_wgrad_compute
+            and (
+                a.pipeline_model_parallel_size == 1
+                or a.virtual_pipeline_model_parallel_size is not None
+                or not a.gradient_accumulation_fusion
+            )
+        ),
+        "--delay-wgrad-compute with --pipeline-model-parallel-size {pipeline_model_parallel_size}, virtual stages "
+        "{virtual_pipeline_model_parallel_size}, fusion of weight gradients {gradient_accumulation_fusion}",
+        "it fills the waiting times of 1F1B over several stages, and adds weight gradients into their buffer itself",
+        "--pipeline-model-parallel-size 2 or more, without virtual stages and --no-gradient-accumulation-fusion",
+    ),
+    Rule(
         lambda a: a.overlap_p2p_communication_warmup_flush and not a.overlap_p2p_comm,
         "--overlap-p2p-communication-warmup-flush without overlapped messages",
         "it extends the overlap of an interleaved schedule to its beginning and end",

@@ -12,6 +12,7 @@ from tests.distributed.layouts import Layout, Matrix, fit
 pytestmark = pytest.mark.slow
 
 DEEP = ("--num-layers", "12")
+EIGHT = ("--num-layers", "8")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,14 @@ def _row(**fields) -> Layout:
 # Stages x virtual stages x ranks of the other kinds, tied (gpt2) and untied (llama) ends; 4 to 8 workers.
 ROWS = fit(
     [
-        _row(model=model, pp=pp, vpp=vpp, tp=tp, dp=dp, flags=batches(8 // dp, dp))
+        _row(
+            model=model,
+            pp=pp,
+            vpp=vpp,
+            tp=tp,
+            dp=dp,
+            flags=batches(8 // dp, dp) if (pp, vpp) != (4, 2) else (*EIGHT, "--global-batch-size", "8"),
+        )
         for model in ("gpt2", "llama")
         for pp, vpp, tp, dp in (
             (2, None, 1, 1),
@@ -131,4 +139,27 @@ MORE = [
 @pytest.mark.parametrize("layout", MORE, ids=str)
 def test_c058_c092_other_flags_under_pipelines(matrix, layout):
     """C058 (per-token loss), C092 (scaling by the layer's global number), and what else a stage might get wrong."""
+    agrees(matrix, layout)
+
+
+ZERO_BUBBLE = [
+    _row(pp=2, flags=batches(4), split=("--delay-wgrad-compute",)),
+    _row(model="llama", pp=4, flags=batches(6), split=("--delay-wgrad-compute",)),
+    _row(
+        pp=2,
+        dp=2,
+        distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        bucket_size=3000,
+        flags=batches(4, 2),
+        split=("--delay-wgrad-compute",),
+    ),
+    _row(model="llama", pp=2, tp=2, sp=True, recompute="full", flags=batches(4), split=("--delay-wgrad-compute",)),
+]
+
+
+@pytest.mark.parametrize("layout", ZERO_BUBBLE, ids=str)
+def test_zero_bubble_schedules_train_as_one_process(matrix, layout):
+    """ZB-H1: weight gradients later, the same sums."""
     agrees(matrix, layout)

@@ -291,6 +291,7 @@ MORE: list[tuple[str, str, list[str]]] = [
     ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", "", []),
     ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6", "", []),
     ("--overlap-p2p-communication-warmup-flush", "", []),
+    ("--delay-wgrad-compute", "", []),
 ]
 
 
