@@ -81,10 +81,43 @@ def test_buckets_overlap_and_the_kind_of_mean_change_nothing(matrix, layout):
     agrees(matrix, layout)
 
 
+SHARDED = [
+    Layout(dp=2, distributed_optimizer=True),
+    Layout(dp=2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=5000),
+    Layout(model="llama", tp=2, sp=True, dp=2, distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=3000),
+    Layout(
+        model="llama",
+        tp=2,
+        dp=2,
+        distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        recompute="full",
+        bucket_size=3000,
+        per_token_loss=True,
+    ),
+    Layout(
+        dp=4,
+        micro_batch_size=1,
+        distributed_optimizer=True,
+        optimizer_instances=2,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", SHARDED, ids=str)
+def test_sharded_optimizers_train_as_one_process(matrix, layout):
+    """A range that no rank steps on, or a gather that forward does not wait for."""
+    agrees(matrix, layout)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
         Layout(precision="bf16", dp=2),
+        Layout(precision="bf16", dp=2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
         Layout(precision="bf16", tp=2, sp=True),
         Layout(precision="bf16", model="llama", tp=2, sp=True, dp=2, recompute="full"),
         Layout(precision="bf16", model="llama", tp=2),
