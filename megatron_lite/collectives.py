@@ -517,6 +517,71 @@ def receive(x: Tensor, group: ProcessGroup, *, source: int, tag: int = 0, purpos
     return _Pending([dist.irecv(x, dist.get_global_rank(group, source), group=group, tag=tag)])
 
 
+def gather_in_turn(x: Tensor, group: ProcessGroup, *, purpose: str) -> Iterator[tuple[int, Tensor]]:
+    """(place, its `x`) of every rank, the own one first: what arrives later is under way while the caller computes.
+
+    Counted as one all-gather.
+    """
+    size, rank = group.size(), group.rank()
+    _count_in_turn(group, "all_gather", purpose, x)
+    mine, tag = x.contiguous(), _next_tag(group)
+    arriving = []
+    with _told(group, "all_gather", purpose):
+        for distance in range(1, size):  # at each distance all ranks send and receive once
+            part = torch.empty_like(mine)
+            arriving.append(((rank - distance) % size, part, _shift(mine, part, distance, group, tag)))
+    yield rank, mine
+    for place, part, works in arriving:
+        with _told(group, "all_gather", purpose):
+            for work in works:
+                work.wait()
+        yield place, part
+
+
+def reduce_scatter_in_turn(part_for: Callable[[int], Tensor], group: ProcessGroup, *, purpose: str) -> Tensor:
+    """This rank's share of a sum whose parts are computed one after another: a part travels while the next is computed.
+
+    Args:
+        part_for: place -> what this rank adds to the share of the rank at that place; the own one is asked for last.
+    Counted as one reduce-scatter; added in rank order, as `reduce_scatter` does.
+    """
+    size, rank = group.size(), group.rank()
+    tag = _next_tag(group)
+    parts: dict[int, Tensor] = {}
+    under_way: list[Any] = []
+    sent: list[Tensor] = []  # must live until it is there
+    for distance in range(1, size):
+        mine = part_for((rank + distance) % size).contiguous()
+        part = parts[(rank - distance) % size] = torch.empty_like(mine)
+        sent.append(mine)
+        with _told(group, "reduce_scatter", purpose):
+            under_way += _shift(mine, part, distance, group, tag)
+    parts[rank] = part_for(rank)
+    _count_in_turn(group, "reduce_scatter", purpose, parts[rank])
+    with _told(group, "reduce_scatter", purpose):
+        for work in under_way:
+            work.wait()
+    total = parts[0].clone()
+    for place in range(1, size):
+        total.add_(parts[place])
+    return total
+
+
+def _shift(sent: Tensor, received: Tensor, distance: int, group: ProcessGroup, tag: int) -> list[Any]:
+    """Send to the rank `distance` places on, receive from the one as far back."""
+    size, rank = group.size(), group.rank()
+    to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (distance, -distance))
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, sent, to, group, tag), dist.P2POp(dist.irecv, received, source, group, tag)]
+    )
+
+
+def _count_in_turn(group: ProcessGroup, kind: str, purpose: str, part: Tensor) -> None:
+    counter = COUNTERS[_NAMES.get(group, "world"), kind, purpose]
+    counter[0] += 1
+    counter[1] += part.numel() * part.element_size() * group.size()
+
+
 @_tells
 def broadcast(x: Tensor, group: ProcessGroup | None, *, source: int = 0, purpose: str) -> None:
     """Overwrite `x` on every rank with the values of the rank at place `source` of the group."""

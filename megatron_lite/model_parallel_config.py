@@ -57,6 +57,34 @@ class ModelParallelConfig:
     cross_entropy_loss_fusion: bool = False  # the loss is always computed without a second copy of the logits
     cross_entropy_fusion_impl: str = flag("native", "Whose fused cross entropy.", choices=("native", "te"))
 
+    # -- communication of split layers beside their products (needs sequence parallelism)
+    tp_comm_overlap: bool = flag(
+        False, "Send and multiply in parts: while one part of the sequence travels, another is multiplied."
+    )
+    tp_comm_overlap_ag: bool = flag(
+        True,
+        "With --tp-comm-overlap: gather before multiplying.",
+        off=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag"),
+    )
+    tp_comm_overlap_rs: bool = flag(
+        True,
+        "With --tp-comm-overlap: reduce after multiplying.",
+        off=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs"),
+    )
+    tp_comm_overlap_rs_dgrad: bool = flag(
+        False, "With --tp-comm-overlap: reduce input gradients in parts, not beside the weight gradient."
+    )
+    tp_comm_bulk_dgrad: bool = flag(
+        True,
+        "With --tp-comm-overlap: gather the input again before, not beside, the input gradient.",
+        off=("--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad"),
+    )
+    tp_comm_bulk_wgrad: bool = flag(
+        True,
+        "With --tp-comm-overlap: reduce input gradients before, not beside, the weight gradient.",
+        off=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad"),
+    )
+
     # -- pipeline
     pipeline_dtype: torch.dtype | None = None
     variable_seq_lengths: bool = False
@@ -102,6 +130,12 @@ class ModelParallelConfig:
                 "sequence_parallel with tensor_model_parallel_size 1",
                 why="sequence parallelism splits over the tensor-parallel ranks, and there is one",
                 fix="sequence_parallel=False, or a tensor-parallel size above 1",
+            )
+        if self.tp_comm_overlap and not self.sequence_parallel:
+            raise ConfigError(
+                "tp_comm_overlap without sequence_parallel",
+                why="it sends the parts of the sequence that sequence parallelism cuts",
+                fix="sequence_parallel=True, or tp_comm_overlap=False",
             )
         if self.autocast_dtype is None:
             self.autocast_dtype = self.params_dtype

@@ -12,11 +12,14 @@ to bf16, and that must never happen silently.
 from __future__ import annotations
 
 import functools
+import importlib
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from megatron_lite.log import get_logger
 
@@ -90,6 +93,20 @@ def onednn_linear():
         return None
     operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return None if operator is None else lambda x, w: operator(x, w, None, "none", [], "")
+
+
+@functools.cache
+def apex_wgrad(main_grad_dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """`f(x, g, main_grad)` that adds g^T x to a gradient of this dtype, by apex's kernel; None where there is none.
+
+    The kernel multiplies half-precision operands and adds in fp32, in one pass over the gradient.
+    """
+    try:
+        kernels = importlib.import_module("fused_weight_gradient_mlp_cuda")  # a part of apex, built apart from it
+    except ImportError:
+        return None
+    name = "wgrad_gemm_accum_fp32" if main_grad_dtype == torch.float32 else "wgrad_gemm_accum_fp16"
+    return getattr(kernels, name, None)
 
 
 def describe(dtype: torch.dtype, device_type: str) -> str:

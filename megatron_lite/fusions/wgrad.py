@@ -15,7 +15,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from megatron_lite.fusions.backends import matmul_kernel
+from megatron_lite.fusions.backends import apex_wgrad, matmul_kernel
 from megatron_lite.fusions.matmul import transposed_times, widened_rows
 
 
@@ -50,7 +50,10 @@ def accumulate_product(weight: Tensor, g: Tensor, x: Tensor) -> None:
     """`weight.main_grad += g^T x` with g `[m, n]`, x `[m, k]`."""
     main_grad = weight.main_grad  # type: ignore[attr-defined]
     kernel = matmul_kernel(x.dtype, x.device.type)
-    if main_grad.dtype == x.dtype and kernel == "torch":
+    apex = apex_wgrad(main_grad.dtype) if x.device.type == "cuda" else None
+    if apex is not None:
+        apex(x, g, main_grad)
+    elif main_grad.dtype == x.dtype and kernel == "torch":
         main_grad.addmm_(g.t(), x)
     elif main_grad.dtype == torch.float32 and kernel == "widen":
         for g_block, x_block in widened_rows(g, x):

@@ -36,6 +36,14 @@ from megatron_lite.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from megatron_lite.tensor_parallel.overlap import (
+    BULK,
+    Overlap,
+    RowInTurn,
+    dgrad_in_turn,
+    overlap_of,
+    product_in_turn,
+)
 from megatron_lite.tensor_parallel.utils import VocabUtility, divide
 
 # -- what a parameter says about its place -----------------------------------------------------------------------
@@ -96,11 +104,13 @@ class _ParallelLinear(torch.autograd.Function):
     collective with the weight gradient, which may go straight into `main_grad`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, reduce_grad, fuse_wgrad, store):
+    def forward(ctx, x, weight, bias, group, sequence_parallel, reduce_grad, fuse_wgrad, store, overlap):
         ctx.save_for_backward(x, weight)
-        ctx.store = store
+        ctx.store, ctx.overlap = store, overlap
         ctx.group, ctx.sequence_parallel, ctx.reduce_grad = group, sequence_parallel, reduce_grad
         ctx.fuse_wgrad, ctx.has_bias = fuse_wgrad, bias is not None
+        if sequence_parallel and overlap.gather:
+            return product_in_turn(x, weight, bias, group)
         total = gathered_first(x, group, "column forward") if sequence_parallel else x
         return times_transposed(total, weight, bias)
 
@@ -108,19 +118,29 @@ class _ParallelLinear(torch.autograd.Function):
     def backward(ctx, g):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        overlap: Overlap = ctx.overlap
         total = x
         handle: collectives.Handle = collectives.DONE
         if ctx.sequence_parallel and needs_weight:  # not kept in forward: gathered again while dX is computed
             total = torch.empty(x.shape[0] * ctx.group.size(), *x.shape[1:], dtype=x.dtype, device=x.device)
             handle = collectives.all_gather(total, x.contiguous(), ctx.group, purpose="column re-gather", async_op=True)
-        dx: Any = times(g, weight) if needs_x else None
+            if not overlap.bulk_dgrad:
+                handle.wait()
+        in_turn = needs_x and ctx.sequence_parallel and overlap.reduce_dgrad
+        dx: Any = None
+        if in_turn:
+            dx = dgrad_in_turn(g, weight, ctx.group)
+        elif needs_x:
+            dx = times(g, weight)
         handle.wait()
         handle = collectives.DONE
-        if needs_x and ctx.sequence_parallel:
+        if needs_x and ctx.sequence_parallel and not in_turn:
             full, dx = dx, torch.empty_like(x, memory_format=torch.contiguous_format)
             handle = collectives.reduce_scatter(dx, full, ctx.group, purpose="column backward", async_op=True)
         elif needs_x and ctx.reduce_grad:
             handle = collectives.all_reduce(dx, ctx.group, purpose="column backward", async_op=True)
+        if not overlap.bulk_wgrad:
+            handle.wait()
         rows = g.reshape(-1, g.shape[-1])
         dw = None
         if needs_weight:
@@ -131,7 +151,7 @@ class _ParallelLinear(torch.autograd.Function):
                 dw = transposed_times(rows, inputs)
         db = rows.sum(0) if ctx.has_bias and needs_bias else None
         handle.wait()
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -142,6 +162,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     tp_group: ProcessGroup | None = None,
+    overlap: Overlap = BULK,
     *,
     weight_grad_store: WeightGradStore | None = None,
 ) -> Tensor:
@@ -152,6 +173,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         gradient_accumulation_fusion: add the weight gradient into `weight.main_grad` where there is one.
         allreduce_dgrad: sum the input gradient over the group (input equal on all ranks).
         sequence_parallel: gather the input along s; backward reduce-scatters its gradient.
+        overlap: how far this hides behind the products.
         weight_grad_store: takes the weight gradient's product, to be computed later; with fusion only.
     """
     group = default_group(tp_group)
@@ -167,6 +189,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         allreduce_dgrad,
         gradient_accumulation_fusion,
         weight_grad_store,
+        overlap,
     )
 
 
@@ -226,6 +249,7 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel = config.sequence_parallel and size > 1
         self.allreduce_dgrad = size > 1 and not self.sequence_parallel and not disable_grad_reduce
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        self.overlap = overlap_of(config)
 
         self.weight: nn.Parameter | None = None
         if not skip_weight_param_allocation:
@@ -253,6 +277,7 @@ class ColumnParallelLinear(nn.Module):
             self.allreduce_dgrad,
             self.sequence_parallel,
             self.tp_group,
+            self.overlap,
             weight_grad_store=self.config.weight_grad_store,
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
@@ -303,6 +328,7 @@ class RowParallelLinear(nn.Module):
                 fix="input_is_parallel=True, behind a column-parallel layer",
             )
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        self.overlap = overlap_of(config)
 
         shape = (output_size, self.input_size_per_partition)
         self.weight = _parameter(shape, "weight", init_method, config, self.tp_group, 1, stride)
@@ -319,6 +345,11 @@ class RowParallelLinear(nn.Module):
         x = input_ if self.input_is_parallel else scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         alone = collectives.group_size(self.tp_group) == 1
         bias = None if self.skip_bias_add else self.bias
+        if self.sequence_parallel and self.overlap.reduce:
+            store = self.config.weight_grad_store
+            y = RowInTurn.apply(x, self.weight, self.tp_group, self.gradient_accumulation_fusion, store, self.overlap)
+            y = y if bias is None else y + bias
+            return y, self.bias if self.skip_bias_add else None
         y = linear_with_grad_accumulation_and_async_allreduce(
             x,
             self.weight,

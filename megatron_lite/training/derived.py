@@ -98,6 +98,12 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         lambda a: a.lr_decay_style == "WSD",
         "--lr-decay-style WSD",
     ),
+    (
+        "--no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad --no-tp-comm-bulk-dgrad "
+        "--no-tp-comm-bulk-wgrad",
+        lambda a: a.tp_comm_overlap,
+        "--tp-comm-overlap",
+    ),
     ("--split", lambda a: bool(a.data_path or a.data_args_path), "--data-path PREFIX"),
     ("--no-data-sharding", lambda a: a.dataloader_type == "cyclic", "--dataloader-type cyclic"),
     ("--ddp-bucket-size --ddp-num-buckets", lambda a: a.overlap_grad_reduce, "--overlap-grad-reduce"),
@@ -158,6 +164,10 @@ _OFF = (
     "--no-manual-gc-eval",
     "--no-pin-cpu-grads",
     "--no-pin-cpu-params",
+    "--no-tp-comm-overlap-ag",
+    "--no-tp-comm-overlap-rs",
+    "--no-tp-comm-bulk-dgrad",
+    "--no-tp-comm-bulk-wgrad",
 )
 
 
@@ -173,6 +183,9 @@ def _derive_layout(args: Namespace, warnings: list[str]) -> None:
     if args.sequence_parallel and tp == 1:
         args.sequence_parallel = False
         warnings.append("--sequence-parallel is switched off: there is one tensor-parallel rank")
+    if args.tp_comm_overlap and tp == 1:
+        args.tp_comm_overlap = False
+        warnings.append("--tp-comm-overlap is switched off: there is one tensor-parallel rank")
 
 
 def _virtual_stages(args: Namespace) -> int | None:

@@ -67,7 +67,7 @@ NOTICES = {
     "notice:no extra groups": "there are no extra CPU groups to leave out",
     "notice:offload": "everything stays on the device",
     "notice:one format": "there is one format on disk",
-    "notice:overlap": "products and collectives of a layer run one after the other",
+    "notice:overlap": "--tp-comm-overlap sends parts between ranks as it is; there are no user buffers to set up",
     "notice:profiler": "--profile writes torch.profiler's trace",
     "notice:sync save": "saves are synchronous",
     "notice:unfused": "there is no such kernel to turn off",

@@ -802,6 +802,12 @@ DERIVED: tuple[Rule, ...] = (
         "--seq-length {near}, or without --sequence-parallel",
     ),
     Rule(
+        lambda a: a.tp_comm_overlap and not a.sequence_parallel,
+        "--tp-comm-overlap without --sequence-parallel",
+        "it sends the parts of the sequence that sequence parallelism cuts",
+        "--sequence-parallel, or leave it out",
+    ),
+    Rule(
         lambda a: (
             a.distribute_saved_activations
             and (a.recompute_granularity != "full" or a.tensor_model_parallel_size == 1 or a.sequence_parallel)

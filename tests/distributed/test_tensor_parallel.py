@@ -142,8 +142,12 @@ MODEL = {
 }
 
 
-def train_step(size: int, sequence_parallel: bool, fused: bool, learned: bool):
-    """Loss and every gradient, as (shard, tensor) by global name."""
+def train_step(size: int, sequence_parallel: bool, fused: bool, learned: bool, more: dict | None = None):
+    """Loss and every gradient, as (shard, tensor) by global name.
+
+    Args:
+        more: other fields of the config.
+    """
     if size > 1:
         as_tensor_parallel()
     torch.manual_seed(5)
@@ -152,6 +156,7 @@ def train_step(size: int, sequence_parallel: bool, fused: bool, learned: bool):
         tensor_model_parallel_size=size,
         sequence_parallel=sequence_parallel,
         gradient_accumulation_fusion=fused,
+        **(more or {}),
     )
     model = GPTModel(
         config,

@@ -1,5 +1,8 @@
 """Products by every kernel against fp64, and gradients that go straight into the buffer."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -64,6 +67,16 @@ def test_rows_of_a_table_add_up_where_an_id_repeats():
     w.main_grad = torch.ones(4, 2)
     wgrad.accumulate_rows(w, torch.tensor([1, 3, 1]), torch.tensor([[1.0, 2], [3, 4], [5, 6]]))
     assert torch.equal(w.main_grad, torch.tensor([[1.0, 1], [7, 9], [1, 1], [4, 5]]))
+
+
+def test_apex_kernels_are_found_at_run_time(monkeypatch):
+    """By the name that apex gives them; the package is optional."""
+    apex_wgrad = backends.apex_wgrad.__wrapped__
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", None)  # not importable
+    assert apex_wgrad(torch.float32) is None
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=print, wgrad_gemm_accum_fp16=max)
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", kernels)
+    assert apex_wgrad(torch.float32) is print and apex_wgrad(torch.bfloat16) is max
 
 
 def test_onednn_is_used_only_if_its_products_are_fp32(monkeypatch):

@@ -111,6 +111,7 @@ BROKEN = [
         ["--num-query-groups 6 with --tensor-model-parallel-size 4"],
     ),
     ("--tensor-model-parallel-size 3 --sequence-parallel", "", ["--seq-length 32 with --seq", "--seq-length 30 or 33"]),
+    ("--tp-comm-overlap --tensor-model-parallel-size 2", "", ["--tp-comm-overlap without --sequence-parallel"]),
     ("--distribute-saved-activations", "", ["--distribute-saved-activations without --recompute-granularity full"]),
     # numbers
     ("--fp16 --bf16", "", ["--fp16 and --bf16"]),
