@@ -54,7 +54,10 @@ class ModelParallelConfig:
 
     # -- kernels
     gradient_accumulation_fusion: bool = False  # on in a run, unless a flag says no: training/configs
-    cross_entropy_loss_fusion: bool = False  # the loss is always computed without a second copy of the logits
+    cross_entropy_loss_fusion: bool = flag(
+        False,
+        "Loss without a second copy of the logits, its sums over ranks in one message. It always is; same numbers.",
+    )
     cross_entropy_fusion_impl: str = flag("native", "Whose fused cross entropy.", choices=("native", "te"))
 
     # -- communication of split layers beside their products (needs sequence parallelism)

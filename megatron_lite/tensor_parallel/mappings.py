@@ -43,21 +43,29 @@ def all_reduced(x: Tensor, group: ProcessGroup, purpose: str) -> Tensor:
     return total
 
 
-def gathered_first(x: Tensor, group: ProcessGroup, purpose: str) -> Tensor:
-    """`[n, ...]` -> `[n * size, ...]`."""
+def gathered_first(x: Tensor, group: ProcessGroup, purpose: str, sizes: list[int] | None = None) -> Tensor:
+    """`[n, ...]` -> `[n * size, ...]`; where ranks hold different numbers of rows, `sizes` are those."""
+    if sizes is not None:
+        return _exchanged(torch.cat([x] * len(sizes)), group, sizes, [x.shape[0]] * len(sizes), purpose)
     out = torch.empty(x.shape[0] * group.size(), *x.shape[1:], dtype=x.dtype, device=x.device)
     collectives.all_gather(out, x.contiguous(), group, purpose=purpose)
     return out
 
 
-def reduce_scattered_first(x: Tensor, group: ProcessGroup, purpose: str) -> Tensor:
-    """`[n * size, ...]` -> `[n, ...]`: this rank's part of the sum."""
+def reduce_scattered_first(x: Tensor, group: ProcessGroup, purpose: str, sizes: list[int] | None = None) -> Tensor:
+    """`[n * size, ...]` -> `[n, ...]`: this rank's part of the sum; `sizes`: how many rows each rank gets."""
+    if sizes is not None:
+        own = sizes[group.rank()]
+        parts = _exchanged(x, group, [own] * len(sizes), sizes, purpose)
+        return parts.view(len(sizes), own, *x.shape[1:]).sum(0)
     out = torch.empty(divide(x.shape[0], group.size()), *x.shape[1:], dtype=x.dtype, device=x.device)
     collectives.reduce_scatter(out, x.contiguous(), group, purpose=purpose)
     return out
 
 
-def _own_first(x: Tensor, group: ProcessGroup) -> Tensor:
+def _own_first(x: Tensor, group: ProcessGroup, sizes: list[int] | None = None) -> Tensor:
+    if sizes is not None:
+        return x.split(sizes)[group.rank()].contiguous()
     divide(x.shape[0], group.size())
     return x.chunk(group.size(), dim=0)[group.rank()].contiguous()
 
@@ -148,26 +156,28 @@ class _ScatterFirst(torch.autograd.Function):
 
 class _GatherFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group, output_grad_is_split):
-        ctx.group, ctx.output_grad_is_split = group, output_grad_is_split
-        return gathered_first(x, group, "gather_from_sequence forward")
+    def forward(ctx, x, group, output_grad_is_split, sizes):
+        ctx.group, ctx.output_grad_is_split, ctx.sizes = group, output_grad_is_split, sizes
+        return gathered_first(x, group, "gather_from_sequence forward", sizes)
 
     @staticmethod
     def backward(ctx, g):
         if ctx.output_grad_is_split:
-            return reduce_scattered_first(g, ctx.group, "gather_from_sequence backward"), None, None
-        return _own_first(g, ctx.group), None, None
+            dx = reduce_scattered_first(g, ctx.group, "gather_from_sequence backward", ctx.sizes)
+        else:
+            dx = _own_first(g, ctx.group, ctx.sizes)
+        return dx, None, None, None
 
 
 class _ReduceScatterFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return reduce_scattered_first(x, group, "reduce_scatter_to_sequence forward")
+    def forward(ctx, x, group, sizes):
+        ctx.group, ctx.sizes = group, sizes
+        return reduce_scattered_first(x, group, "reduce_scatter_to_sequence forward", sizes)
 
     @staticmethod
     def backward(ctx, g):
-        return gathered_first(g, ctx.group, "reduce_scatter_to_sequence backward"), None
+        return gathered_first(g, ctx.group, "reduce_scatter_to_sequence backward", ctx.sizes), None, None
 
 
 class _AllGatherLast(torch.autograd.Function):
@@ -235,20 +245,30 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | No
 
 
 def gather_from_sequence_parallel_region(
-    input_: Tensor, tensor_parallel_output_grad: bool = True, group: ProcessGroup | None = None
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: ProcessGroup | None = None,
+    output_split_sizes: list[int] | None = None,
 ) -> Tensor:
     """Forward: all-gather of the first dim. Backward: reduce-scatter of it.
 
     Args:
         tensor_parallel_output_grad: False where every rank computes the same from the gathered tensor (a router, a
             pooler): then backward takes the own slice.
+        output_split_sizes: rows of each rank, where they differ.
     """
-    return _apply(_GatherFirst, input_, group, tensor_parallel_output_grad)
+    return _apply(_GatherFirst, input_, group, tensor_parallel_output_grad, output_split_sizes)
 
 
-def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Forward: reduce-scatter of the first dim. Backward: all-gather of it."""
-    return _apply(_ReduceScatterFirst, input_, group)
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None, input_split_sizes: list[int] | None = None
+) -> Tensor:
+    """Forward: reduce-scatter of the first dim. Backward: all-gather of it.
+
+    Args:
+        input_split_sizes: rows that each rank gets, where they differ.
+    """
+    return _apply(_ReduceScatterFirst, input_, group, input_split_sizes)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -129,10 +129,13 @@ def check_args(args: Namespace, saved: dict[str, Any], folder: object, *, finetu
         for line in _differences(args, saved, [name for name in _TAKEN if name not in names]):
             print_rank_0(f"NOTE: the checkpoint was trained with another {line}")
     if differing:
+        fix = "the same flags as then, or --use-checkpoint-args, which takes them from the checkpoint"
+        if len(differing) == 1 and differing[0].startswith("padded_vocab_size:"):  # the padding depends on tp
+            fix = f"--padded-vocab-size {saved['padded_vocab_size']}"
         raise CheckpointError(
             f"{folder} was trained with other arguments:\n    " + "\n    ".join(differing),
             why="its weights would mean something else in this model",
-            fix="the same flags as then, or --use-checkpoint-args, which takes them from the checkpoint",
+            fix=fix,
         )
 
 

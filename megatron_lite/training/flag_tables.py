@@ -59,7 +59,6 @@ CAPABILITIES = {
 # key -> what is done instead: these buy speed or memory on special hardware and never change numbers
 NOTICES = {
     "notice:eager": "steps run without CUDA graphs",
-    "notice:fused loss": "the loss is always computed without a second copy of the logits",
     "notice:host copies": "the optimizer's gradients and weights are copied to the host and back in one piece each",
     "notice:host torch": "what steps on the host is torch's optimizer",
     "notice:in place": "weights are made where they stay",

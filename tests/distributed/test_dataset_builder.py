@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_lite import waiting
 from megatron_lite.datasets import blended_megatron_dataset_builder, gpt_dataset
-
 from megatron_lite.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron_lite.datasets.gpt_dataset import GPTDataset
 from megatron_lite.errors import MegatronLiteError, RankFailure

@@ -14,6 +14,9 @@ from megatron_lite.process_groups_config import ProcessGroupCollection, register
 from megatron_lite.sharding import whole
 from megatron_lite.tensor_parallel import (
     VocabParallelEmbedding,
+    all_gather_last_dim_from_tensor_parallel_region,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
     broadcast_data,
     checkpoint,
     copy_to_tensor_model_parallel_region,
@@ -22,6 +25,7 @@ from megatron_lite.tensor_parallel import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
@@ -78,6 +82,47 @@ def test_every_operator_and_its_adjoint(world):
         for name, (y, grad) in want.items():
             assert torch.equal(result[name][0], y), name
             assert torch.equal(result[name][1], grad), f"backward of {name}"
+
+
+def uneven_and_exchanged():
+    """(output, input gradient): rank 0 holds one row, rank 1 three; and the operators that exchange."""
+    rank = as_tensor_parallel()
+    results = {}
+    rows = 1 + 2 * rank
+    for name, operator, shape in (
+        ("gather", lambda x: gather_from_sequence_parallel_region(x, output_split_sizes=[1, 3]), (rows, 2)),
+        ("gather_same", lambda x: gather_from_sequence_parallel_region(x, False, output_split_sizes=[1, 3]), (rows, 2)),
+        ("reduce", lambda x: reduce_scatter_to_sequence_parallel_region(x, input_split_sizes=[1, 3]), (4, 2)),
+        ("gather_last", all_gather_last_dim_from_tensor_parallel_region, (2, 3)),
+        ("reduce_last", reduce_scatter_last_dim_to_tensor_parallel_region, (2, 4)),
+        ("sp2hp", all_to_all_sp2hp, (2, 4)),
+        ("hp2sp", all_to_all_hp2sp, (4, 2)),
+    ):
+        x = (torch.arange(float(shape[0] * shape[1])).view(shape) + 10 * rank).requires_grad_()
+        y = operator(x)
+        g = torch.arange(float(y.numel())).view(y.shape) + 100 * rank
+        results[name] = (x.detach(), y.detach(), g, torch.autograd.grad(y, x, g)[0])
+    return results
+
+
+def test_uneven_rows_and_exchanges_and_their_adjoints(world):
+    """Rows that land in another rank's place, or gradients that are not summed, show here."""
+    ranks = world(2).run(uneven_and_exchanged)
+    x, y, g, dx = ({name: [r[name][i] for r in ranks] for name in ranks[0]} for i in range(4))
+    for rank in (0, 1):
+        rows, half = slice(rank, 1 + 3 * rank), slice(2 * rank, 2 * rank + 2)
+        want = {
+            "gather": (torch.cat(x["gather"]), sum(g["gather"])[rows]),
+            "gather_same": (torch.cat(x["gather_same"]), g["gather_same"][rank][rows]),
+            "reduce": (sum(x["reduce"])[rows], torch.cat(g["reduce"])),
+            "gather_last": (torch.cat(x["gather_last"], 1), sum(g["gather_last"])[:, 3 * rank : 3 * rank + 3]),
+            "reduce_last": (sum(x["reduce_last"])[:, half], torch.cat(g["reduce_last"], 1)),
+            "sp2hp": (torch.cat(x["sp2hp"])[:, half], torch.cat(g["sp2hp"], 1)[half]),
+            "hp2sp": (torch.cat(x["hp2sp"], 1)[half], torch.cat(g["hp2sp"])[:, half]),
+        }
+        for name, (output, grad) in want.items():
+            assert torch.equal(y[name][rank], output), name
+            assert torch.equal(dx[name][rank], grad), f"backward of {name}"
 
 
 def losses(dtype: torch.dtype, smoothing: float):
@@ -212,8 +257,8 @@ def test_a_split_gpt_equals_the_whole_one(world, sequence_parallel, fused, learn
         torch.testing.assert_close(got[name], want, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def dropped_activations(recompute: bool):
-    """Hidden states in front of the second layer's MLP, and gradients, under sequence parallelism with dropout."""
+def dropped_activations(recompute: bool, sequence_parallel: bool = True):
+    """Loss and gradients with dropout, and the next draws inside and outside of the ranks' own region."""
     as_tensor_parallel()
     torch.manual_seed(5)
     model_parallel_cuda_manual_seed(99)
@@ -221,7 +266,7 @@ def dropped_activations(recompute: bool):
     config = TransformerConfig(
         **{**MODEL, "hidden_dropout": 0.3, "attention_dropout": 0.3},
         tensor_model_parallel_size=2,
-        sequence_parallel=True,
+        sequence_parallel=sequence_parallel,
         **(more if recompute else {}),
     )
     model = GPTModel(config, get_gpt_layer_local_spec(), 64, 16)
@@ -243,6 +288,19 @@ def test_C097_masks_under_sequence_parallelism_are_redrawn_and_differ_between_sh
             assert torch.equal(grad, b[1][name]), name
     assert not torch.equal(plain[0][2], plain[1][2]), "both shards draw the same masks"
     assert torch.equal(plain[0][3], plain[1][3]), "replicated activations draw different masks"
+
+
+def test_C097_whole_activations_lose_the_same_on_every_rank(world):
+    """Without sequence parallelism hidden states are equal on all ranks, so their masks must be; heads have their own.
+    A rank that drops others goes its own way from the first layer on."""
+    plain, again = world(2).run(dropped_activations, False, False), world(2).run(dropped_activations, True, False)
+    assert torch.equal(plain[0][0], plain[1][0])
+    assert not torch.equal(plain[0][2], plain[1][2]) and torch.equal(plain[0][3], plain[1][3])
+    for a, b in zip(plain, again):
+        for name, grad in a[1].items():
+            assert grad.abs().max() > 0 and torch.equal(grad, b[1][name]), name
+            if "layernorm" in name:
+                assert torch.equal(grad, plain[0][1][name]), name
 
 
 def distributed_checkpoint(distribute: bool):

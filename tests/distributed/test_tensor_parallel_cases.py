@@ -140,6 +140,18 @@ def test_c068_an_odd_vocabulary_trains_alike_split_and_whole(world, smoothing):
     assert want[-1] < want[0] - 0.5
 
 
+# -- recompute ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("distribute", [False, True])
+def test_recomputed_layers_may_share_out_their_saved_inputs(world, distribute):
+    """Full recompute, each rank keeping a half of every saved input: gradients of one process without recompute."""
+    more = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    alone = [train_step(1, False, False, False)]
+    split = world(2).run(train_step, 2, False, True, False, {**more, "distribute_saved_activations": distribute})
+    grads = joined(split, 1)
+    for name, want in joined(alone, 1).items():
+        torch.testing.assert_close(grads[name], want, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
 # -- four ranks, two key/value heads -----------------------------------------------------------------------------
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_c069_c094_four_ranks_share_two_key_value_heads(world, sequence_parallel):

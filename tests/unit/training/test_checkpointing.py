@@ -548,3 +548,10 @@ def test_a_changed_setting_that_may_change_is_told(capsys):
     check_args(here, saved, "folder", finetune=False)
     out = capsys.readouterr().out
     assert "rotary_base: 10000 there, 500000 here" in out and "window_size: None there" in out
+
+
+def test_another_padding_of_the_vocabulary_names_the_flag_that_helps():
+    """The padding depends on the tensor-parallel size, which may change from run to run."""
+    with pytest.raises(CheckpointError) as error:
+        check_args(Namespace(padded_vocab_size=51200), {"padded_vocab_size": 50304}, "x", finetune=False)
+    assert error.value.fix == "--padded-vocab-size 50304"

@@ -48,9 +48,11 @@ ON = {
         "--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"
     ),
     "--lr-wsd-decay-style": "--lr-decay-style WSD --lr-wsd-decay-iters 2",
+    "--no-tp-comm-overlap-ag": "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2",
     "--split": "--data-path x",
     "--no-data-sharding": "--dataloader-type cyclic",
     "--ddp-bucket-size": "--overlap-grad-reduce",
+    "--disable-symmetric-registration": "--use-nccl-ub",
     "--exit-signal": "--exit-signal-handler",
     "--exit-signal-handler-for-dataloader": "--num-workers 1",
     "--start-eval-at-iter": "--eval-interval 3",
@@ -81,7 +83,8 @@ def told(capsys, flag, more):
     shape = SHAPE.replace("--train-iters 9", "") if "--train-samples" in more else SHAPE
     shape = shape.replace("--mock-data", "") if "--data-path" in more else shape
     capsys.readouterr()
-    validate_args(parse_args(f"{shape} {more} {words}".split()), 1)
+    world_size = 2 if "--tensor-model-parallel-size 2" in more else 1
+    validate_args(parse_args(f"{shape} {more} {words}".split()), world_size)
     said = capsys.readouterr()
     lines = [line for line in (said.out + said.err).splitlines() if "no effect without" in line]
     return [line for line in lines if flag in line.split(": no effect without")[0].split()]
