@@ -11,6 +11,8 @@ What runs is what `pretrain_gpt.py` runs: start-up, DDP, optimizer, schedule, da
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +24,15 @@ from megatron_lite.training.local_world import World
 from megatron_lite.training.record import RankRecord, Record, joined, record_rank
 
 SCRIPT = Path(__file__).parents[2] / "pretrain_gpt.py"
+CORPUS = Path(__file__).parents[1] / "golden" / "data" / "corpus_a"  # small: made-up data take seconds to index
+CACHE = Path(tempfile.gettempdir()) / f"megatron_lite_layouts_{os.getuid()}"
 STEPS = 5
 
-# Eight heads in four groups, 256 tokens of vocabulary: all divide by 4. Norms above the clipping bound, so that a wrong
+# Eight heads in four groups, 512 tokens of vocabulary: all divide by 4. Norms above the clipping bound, so that a wrong
 # norm changes the weights.
 _SHAPE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --max-position-embeddings 16
-    --global-batch-size 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 250
+    --global-batch-size 8 --data-path {CORPUS} --data-cache-path {CACHE} --split 1,0,0
+    --tokenizer-type NullTokenizer --vocab-size 511
     --num-workers 0 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1 --train-iters {STEPS} --weight-decay 0.1
     --clip-grad 0.5 --adam-eps {EPSILON} --seed 1234"""
@@ -58,6 +63,7 @@ class Layout:
     optimizer_instances: int = 1
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    gather_with_step: bool = False
     bucket_size: int | None = None
     average_in_collective: bool = False
     recompute: str = "none"
@@ -87,7 +93,7 @@ class Layout:
     def words(self) -> list[str]:
         """The command line."""
         words = MODELS[self.model].split() + ["--micro-batch-size", str(self.micro_batch_size)]
-        words += ["--make-vocab-size-divisible-by", str(256 // self.tp)]  # padded to 256 under every layout
+        words += ["--make-vocab-size-divisible-by", str(512 // self.tp)]  # padded to 512 under every layout
         sizes = {
             "tensor-model-parallel-size": self.tp,
             "pipeline-model-parallel-size": self.pp,
@@ -107,6 +113,7 @@ class Layout:
             "use-distributed-optimizer": self.distributed_optimizer,
             "overlap-grad-reduce": self.overlap_grad_reduce,
             "overlap-param-gather": self.overlap_param_gather,
+            "overlap-param-gather-with-optimizer-step": self.gather_with_step,
             "ddp-average-in-collective": self.average_in_collective,
             "calculate-per-token-loss": self.per_token_loss,
             "no-gradient-accumulation-fusion": not self.fusion,

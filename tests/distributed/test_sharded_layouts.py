@@ -87,6 +87,25 @@ def test_sharding_beside_tensor_parallelism_16_bits_and_other_means(matrix, layo
     agrees(matrix, layout)
 
 
+def test_chunks_of_a_stage_whose_gathers_start_inside_the_step(matrix):
+    """Interleaved stages: the first chunk's weights travel while the second's are updated."""
+    flags = ("--num-layers", "4", "--global-batch-size", "8")
+    agrees(
+        matrix,
+        Layout(
+            pp=2,
+            vpp=2,
+            dp=2,
+            micro_batch_size=1,
+            distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            gather_with_step=True,
+            flags=flags,
+        ),
+    )
+
+
 # Two steps of the iteration multiply small singular values by 16 and rounding errors with them; five, by 500.
 MUON = "--optimizer muon --muon-num-ns-steps 2".split()
 
