@@ -31,7 +31,7 @@ ROWS = fit(
         for dp in (2, 4)
         for sharded, overlap, gather, instances in MODES
     ],
-    bucket_size=[3000, None],  # parameters have up to 8192 elements: buckets of one, whose shards cut them
+    bucket_size=[3000, None],  # some parameters are larger: buckets of one, whose shards cut them
     average_in_collective=[False, True],
     model=["gpt2", "llama"],
 )
