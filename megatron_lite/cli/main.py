@@ -35,6 +35,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "megatron_lite.cli.verify",
         "does a layout train what one process trains? Tries it with a small copy of your model",
     ),
+    "plan": ("megatron_lite.cli.plan", "what the stages of a pipeline do and when, with a picture"),
     "report": ("megatron_lite.cli.report", "loss.png and report.html of a run"),
 }
 

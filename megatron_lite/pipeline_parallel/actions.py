@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from megatron_lite.errors import ConfigError
+
 
 class Kind(Enum):
     """What is done with a micro-batch.
@@ -217,6 +219,24 @@ def make_schedule(
         return [no_pipelining(num_microbatches)]
     shape = zero_bubble_h1 if zero_bubble else one_f_one_b
     return [shape(stages, num_microbatches, rank) for rank in ranks]
+
+
+def check_microbatch_groups(num_microbatches: int, stages: int, group: int) -> None:
+    """An interleaved schedule needs stages <= group <= micro-batches, and a last group of at least `stages`.
+
+    Raises: ConfigError with the numbers and two ways out.
+    """
+    last = num_microbatches % group
+    if stages <= group <= num_microbatches and (last == 0 or last >= stages):
+        return
+    raise ConfigError(
+        f"{num_microbatches} micro-batches (global batch / micro batch / data-parallel size) on {stages} interleaved "
+        f"stages, {group} to a group",
+        why=f"a group is at least the {stages} stages and at most the micro-batches, and {num_microbatches} modulo "
+        f"{group} = {last} must be 0 or at least {stages}",
+        fix=f"--global-batch-size for {max(stages, -(-num_microbatches // stages) * stages)} micro-batches, or "
+        "--pipeline-model-parallel-size without virtual stages",
+    )
 
 
 # -- when gradients and parameters move between data-parallel ranks ------------------------------------------------

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from megatron_lite.collectives import group_rank, group_size
-from megatron_lite.errors import ConfigError
 from megatron_lite.fusions.wgrad import WeightGradStore
 from megatron_lite.model_parallel_config import ModelParallelConfig
-from megatron_lite.pipeline_parallel.actions import Schedule, make_schedule, warmup_of
+from megatron_lite.pipeline_parallel.actions import Schedule, check_microbatch_groups, make_schedule, warmup_of
 from megatron_lite.pipeline_parallel.executor import Executor, ForwardStep
 from megatron_lite.pipeline_parallel.p2p_communication import Shape, StageLink
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -136,24 +135,6 @@ def forward_backward_pipelining_with_interleaving(
     link = _link(config, groups, schedule, len(chunks), shape, chunks[0])
     return _run(
         forward_step_func, data, chunks, num_microbatches, schedule, groups, link, forward_only, collect_non_loss_data
-    )
-
-
-def check_microbatch_groups(num_microbatches: int, stages: int, group: int) -> None:
-    """An interleaved schedule needs stages <= group <= micro-batches, and a last group of at least `stages`.
-
-    Raises: ConfigError with the numbers and two ways out.
-    """
-    last = num_microbatches % group
-    if stages <= group <= num_microbatches and (last == 0 or last >= stages):
-        return
-    raise ConfigError(
-        f"{num_microbatches} micro-batches (global batch / micro batch / data-parallel size) on {stages} interleaved "
-        f"stages, {group} to a group",
-        why=f"a group is at least the {stages} stages and at most the micro-batches, and {num_microbatches} modulo "
-        f"{group} = {last} must be 0 or at least {stages}",
-        fix=f"--global-batch-size for {max(stages, -(-num_microbatches // stages) * stages)} micro-batches, or "
-        "--pipeline-model-parallel-size without virtual stages",
     )
 
 
