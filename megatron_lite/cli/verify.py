@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
+
 import megatron_lite
+from megatron_lite.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.layout_check import TOLERANCE, Tolerance, compare, table
@@ -39,6 +43,13 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.redirect_stdout(None):
             validate_args(deepcopy(given), own.ranks)
     small, changes = scale_down(given, _data_parallel_size(own, given), own.steps, own.max_processes)
+    with tempfile.TemporaryDirectory(prefix="verify") as folder:
+        _use_corpus(small, Path(folder))
+        return _verify(own, small, changes)
+
+
+def _verify(own: Namespace, small: Namespace, changes: list[str]) -> int:
+    """Run, compare, print. Returns: the exit status."""
     script = own.script or CHECKOUT / "pretrain_gpt.py"
     runs = {"fp32": without_precision(small)}
     if small.bf16 or small.fp16:
@@ -65,6 +76,19 @@ def main(argv: Sequence[str]) -> int:
             good = good and all(row.is_ok for row in rows)
     print("\nthis layout trains as one process does" if good else "\nthis layout does NOT train as one process does")
     return 0 if good else 1
+
+
+def _use_corpus(args: Namespace, folder: Path) -> None:
+    """Random documents, enough for every step. (Made-up data would do, but their index takes seconds to build.)"""
+    generator = np.random.default_rng(args.seed)
+    samples = args.train_iters * args.global_batch_size
+    lengths = generator.integers(20, 200, size=2 + samples * (args.seq_length + 1) // 20)
+    builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), np.uint16)
+    for length in lengths:
+        builder.add_document(generator.integers(0, args.vocab_size, size=length), [int(length)])
+    builder.finalize(str(folder / "corpus.idx"))
+    args.mock_data, args.data_path, args.split = False, [str(folder / "corpus")], "1,0,0"
+    args.data_cache_path = str(folder / "cache")
 
 
 def _record(world: World, args: Namespace, script: Path, steps: int) -> Record:

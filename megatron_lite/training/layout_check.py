@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_lite.training.record import Record, exceeds
 
-EPSILON = 1e-5
+EPSILON = 1e-4
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from megatron_lite.transformer import TransformerConfig
 from tests.distributed.layouts import Layout, run
 
 FP32 = 4
-S, B, H, V = 16, 2, 32, 256  # of `layouts.MODELS`
+S, B, H = 16, 2, 32  # of `layouts.MODELS`
 
 
 def record(world, layout: Layout, layers: int = 2) -> list[RankRecord]:
