@@ -34,7 +34,7 @@ _SHAPE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-lengt
     --global-batch-size 8 --data-path {CORPUS} --data-cache-path {CACHE} --split 1,0,0
     --tokenizer-type NullTokenizer --vocab-size 511
     --num-workers 0 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1 --train-iters {STEPS} --weight-decay 0.1
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --train-iters {STEPS} --weight-decay 0.1
     --clip-grad 0.5 --adam-eps {EPSILON} --seed 1234"""
 MODELS = {
     "gpt2": _SHAPE,

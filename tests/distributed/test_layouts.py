@@ -180,7 +180,12 @@ def _same_samples_on_both_ranks() -> Any:
     )
 
 
-TWO = {"dp": Layout(dp=2), "tp": Layout(tp=2), "sp": Layout(tp=2, sp=True)}
+TWO = {
+    "dp": Layout(dp=2),
+    "tp": Layout(tp=2),
+    "sp": Layout(tp=2, sp=True),
+    "zero1": Layout(dp=2, distributed_optimizer=True),
+}
 FAULTS: dict[str, tuple[str, Any, set[str]]] = {
     # name: layout, the fault, comparisons that must fail
     "data-parallel reduction dropped": ("dp", lambda: _without("all_reduce", "gradients"), {"gradients", "weights"}),
@@ -205,6 +210,16 @@ FAULTS: dict[str, tuple[str, Any, set[str]]] = {
         "sp",
         lambda: _without("reduce_scatter", "column backward"),
         {"gradients", "weights"},
+    ),
+    "reduce-scatter of gradients dropped": (
+        "zero1",
+        lambda: _without("reduce_scatter", "gradients"),
+        {"gradients", "weights"},
+    ),
+    "gather of parameters dropped": (
+        "zero1",
+        lambda: _without("all_gather", "parameters"),
+        {"losses", "weights", "copies on other ranks"},
     ),
     "gradient norm of one rank alone": ("sp", lambda: _without("all_reduce", "gradient norm"), {"gradient norm"}),
 }
