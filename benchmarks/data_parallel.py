@@ -262,8 +262,10 @@ def main() -> None:
     for dtype in options.dtypes:
         names = [name for name in options.contestants if dtype == "fp32" or not name.endswith("on ours")]
         wall, cpu = ({}, {}) if options.no_times else _times_of_fresh_ranks(names, dtype, options.rounds)
-        memory = {} if options.no_memory else {name: _peak_of_fresh_ranks(name, dtype) for name in names}
+        memory: dict[str, float] = {}
         for name in names:
+            if not options.no_memory:
+                memory[name] = _peak_of_fresh_ranks(name, dtype)
             shown = " | ".join(f"{column[name]:.0f}" if column else "-" for column in (wall, cpu, memory))
             print(f"| {dtype} | {name} | {shown} |", flush=True)
         if {"ours", *PEERS} <= set(names):
