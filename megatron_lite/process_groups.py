@@ -73,6 +73,7 @@ def make_process_groups(
     hierarchical_cp_sizes: list[int] | None = None,
     optimizer_instances: int = 1,
     nccl_options: Mapping[str, Mapping[str, Any]] | None = None,
+    separate_channels: bool | None = None,
 ) -> ProcessGroupCollection:
     """Make every group of the two grids; collective over all ranks.
 
@@ -82,6 +83,8 @@ def make_process_groups(
         optimizer_instances: parts of dp_cp that hold an optimizer state each.
         nccl_options: group name -> settings of its communicator (`communicator_options`); empty where the backend is
             another one.
+        separate_channels: give each kind of message between stages a group of its own (`pp_channels`); None: where the
+            backend needs it, which is everywhere but on gloo.
     Returns: this rank's groups, None where it is alone.
     """
     lists = rank_lists(dense, expert, hierarchical_cp_sizes, optimizer_instances)
@@ -108,8 +111,37 @@ def make_process_groups(
                     name_group(mine[name], name)
     levels = [mine.pop(name) for name in sorted(mine) if name.startswith(_HIERARCHY)]
     hcp = levels if hierarchical_cp_sizes is not None else None
+    if separate_channels is None:
+        separate_channels = dist.is_initialized() and (backend or dist.get_backend()) != "gloo"
+    channels = _channels(lists["pp"], timeout, backend, options.get("pp")) if separate_channels else None
     named: dict[str, Any] = mine
-    return ProcessGroupCollection(**named, hcp=hcp)
+    return ProcessGroupCollection(**named, hcp=hcp, pp_channels=channels)
+
+
+def _channels(
+    pipelines: list[list[int]], timeout: timedelta | None, backend: str | None, settings: Mapping[str, Any] | None
+) -> dict[tuple[bool, bool], dist.ProcessGroup] | None:
+    """Groups of this rank's pipeline for activations and for gradients; collective over all ranks.
+
+    NCCL works off what two ranks send each other in the order in which it was asked for: a send whose receiver is busy
+    would hold up the receive behind it. Two stages are each other's neighbours on both sides: there the way round from
+    the last stage to the first needs groups of its own too.
+    """
+    stages = len(pipelines[0])
+    if stages == 1:
+        return None
+    mine: dict[tuple[bool, bool], dist.ProcessGroup] = {}
+    for around in (False, True) if stages == 2 else (False,):
+        for forward in (True, False):
+            for ranks in pipelines:
+                options = _nccl_options(settings) if settings else None
+                group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
+                if dist.get_rank() in ranks:
+                    mine[forward, around] = group
+                    name_group(group, "pp")
+    for forward in (True, False):
+        mine.setdefault((forward, True), mine[forward, False])
+    return mine
 
 
 def set_timeout(collection: ProcessGroupCollection, timeout: timedelta) -> None:
@@ -118,8 +150,11 @@ def set_timeout(collection: ProcessGroupCollection, timeout: timedelta) -> None:
 
     if not dist.is_initialized():
         return
-    found: Iterable[Any] = [getattr(collection, name) for name in collection.names() if name != "hcp"]
-    for group in {dist.group.WORLD, *found, *(collection.hcp or ())} - {None}:
+    found: Iterable[Any] = [
+        getattr(collection, name) for name in collection.names() if name not in ("hcp", "pp_channels")
+    ]
+    channels = (collection.pp_channels or {}).values()
+    for group in {dist.group.WORLD, *found, *(collection.hcp or ()), *channels} - {None}:
         _set_pg_timeout(timeout, group)
 
 

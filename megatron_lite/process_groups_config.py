@@ -30,6 +30,8 @@ class ProcessGroupCollection:
     """Groups by name; all None is a run of one process.
 
     hcp: the levels of hierarchical context parallelism, innermost first; None without it.
+    pp_channels: pp again, per (forward, around) of the messages between stages, where the backend does not tell
+        messages of two ranks apart; None: pp carries all of them.
     """
 
     tp: ProcessGroup | None = None
@@ -54,6 +56,7 @@ class ProcessGroupCollection:
     inter_expt_dp: ProcessGroup | None = None
     intra_dist_opt: ProcessGroup | None = None
     hcp: list[ProcessGroup | None] | None = None
+    pp_channels: dict[tuple[bool, bool], ProcessGroup] | None = None
 
     @classmethod
     def names(cls) -> list[str]:

@@ -64,14 +64,16 @@ def draw(plans: Sequence[tuple[str, Proof]], path: Path) -> None:
 def _rows(axis: Any, proof: Proof, points: float) -> None:
     """The boxes of one schedule; what is left grey is the bubble."""
     stages, chunks = len(proof.timeline), _chunks(proof)
+    digits = max(len(str(timed.action.microbatch)) for line in proof.timeline for timed in line)
     axis.axhspan(-0.5, stages - 0.5, color="0.93", zorder=0)
     for stage, line in enumerate(proof.timeline):
         for timed in line:
             action, long = timed.action, timed.end - timed.start
             colour = shade(action.kind, action.chunk, chunks)
-            axis.barh(stage, long, 0.86, timed.start, color=colour, edgecolor="white", linewidth=0.6, zorder=1)
+            edge = min(0.6, 0.1 * long * points)
+            axis.barh(stage, long, 0.86, timed.start, color=colour, edgecolor="white", linewidth=edge, zorder=1)
             text = str(action.microbatch)
-            size = min(9.0, 1.5 * long * points / len(text))
+            size = min(9.0, 1.5 * long * points / digits)  # all boxes of a width have their number, or none has
             if size >= 4.0:
                 axis.text(
                     timed.start + long / 2,

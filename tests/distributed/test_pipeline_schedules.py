@@ -11,8 +11,11 @@ from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.pipeline_parallel import get_forward_backward_func
 from megatron_lite.pipeline_parallel.actions import make_schedule
 from megatron_lite.pipeline_parallel.executor import Executor
+from megatron_lite.pipeline_parallel.p2p_communication import Channel
 from megatron_lite.pipeline_parallel.schedule_check import check_schedule
+from megatron_lite.process_groups import make_process_groups
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.rank_grid import grids
 from megatron_lite.training.local_world import World
 
 HIDDEN, BATCH, LENGTH = 8, 2, 4
@@ -63,7 +66,7 @@ def lengths_of(microbatches, variable):
     return [LENGTH + (m % 3 if variable else 0) for m in range(microbatches)]
 
 
-def train(stages, chunks, microbatches, group, options, forward_only=False):
+def train(stages, chunks, microbatches, group, options, forward_only=False, groups=None):
     """One step on this rank: reports, gradients by layer, and the peak of activations alive."""
     rank = dist.get_rank() if stages > 1 else 0
     variable = options.get("variable_seq_lengths", False)
@@ -94,7 +97,7 @@ def train(stages, chunks, microbatches, group, options, forward_only=False):
             seq_length=LENGTH,
             micro_batch_size=BATCH,
             forward_only=forward_only,
-            pg_collection=ProcessGroupCollection(pp=collectives.world() if stages > 1 else None),
+            pg_collection=groups or ProcessGroupCollection(pp=collectives.world() if stages > 1 else None),
         )
     finally:
         Executor.run = run
@@ -138,6 +141,36 @@ def test_evaluation(world, stages, chunks, microbatches):
     assert results[-1][0] == pytest.approx(losses, rel=1e-6)
     assert all(g is None for _, grads, _ in results for g in grads.values())
     assert [peak for _, _, peak in results] == [0] * stages
+
+
+def _without_tags(stages, chunks, microbatches, separate):
+    """As on NCCL: messages of two ranks in one group come in the order of sending, whatever they are."""
+    groups = make_process_groups(*grids(stages, pp=stages), separate_channels=separate)
+    tag = Channel.tag
+    Channel.tag = property(lambda channel: 7)
+    try:
+        losses, grads, _ = train(stages, chunks, microbatches, None, {"overlap_p2p_comm": True}, groups=groups)
+    finally:
+        Channel.tag = tag
+    ranks = {key: dist.get_process_group_ranks(group) for key, group in (groups.pp_channels or {}).items()}
+    return losses, grads, ranks, len(set((groups.pp_channels or {}).values()) | {groups.pp})
+
+
+@pytest.mark.parametrize(("stages", "chunks", "number"), [(2, 2, 5), (4, 3, 3)])
+def test_messages_without_tags_take_a_group_each(world, stages, chunks, number):
+    """Of two stages each is the other's neighbour on both sides: forward and back, along and around. (In one group two
+    stages with two chunks mix them up: another loss.)"""
+    losses, grads, _ = train(1, 1, 4, None, {})
+    results = world(stages).run(_without_tags, stages, chunks, 4, True)
+    assert results[-1][0] == pytest.approx(losses, rel=1e-6)
+    for _, held, ranks, groups in results:
+        assert set(ranks) == {(forward, around) for forward in (True, False) for around in (True, False)}
+        assert list(ranks.values()) == [list(range(stages))] * 4 and groups == number
+        for name, grad in held.items():
+            torch.testing.assert_close(grad, grads[name], rtol=1e-5, atol=1e-7)
+    if stages == 2:
+        mixed = world(stages).run(_without_tags, stages, chunks, 4, False)
+        assert mixed[-1][0] != pytest.approx(losses, rel=1e-6) and not mixed[0][2]
 
 
 def _two_tensors():
