@@ -148,5 +148,8 @@ def main(argv: Sequence[str]) -> int:
             for line in samples(pair, tokenizer, args.documents, args.tokens):
                 print(line)
     if found:
-        raise DataError(f"{found} faults were found", fix="preprocess the corpus again, or use its tokenizer")
+        raise DataError(
+            f"{found} {'fault was' if found == 1 else 'faults were'} found",
+            fix="preprocess the corpus again, or use its tokenizer",
+        )
     return 0

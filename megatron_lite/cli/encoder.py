@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ class Encoder:
                     encoded += self._encode([record])
                     good.append(number)
                 except DataError as error:
-                    bad.append((number, str(error)))
+                    bad.append((number, f"{error.what} ({error.why})" if error.why else error.what))
             numbers = good
         documents = [self._join([record[k] for record in encoded]) for k in range(len(self.keys))]
         return Tokenised(documents, np.array(numbers, np.int64), sorted(bad))
@@ -171,7 +171,7 @@ def _work(block: Block) -> Tokenised:
 
 def tokenise(
     blocks: Iterator[Block], recipe: Recipe, workers: int, encoder: Encoder | None = None
-) -> Iterator[tuple[Block, Tokenised]]:
+) -> Generator[tuple[Block, Tokenised], None, None]:
     """Every block with its tokens, in order; a few blocks a worker are on the way at any time.
 
     Args:
@@ -206,4 +206,4 @@ def tokenise(
             ) from error
         finally:
             _encoder = None
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # waits: Python's own end would, and complain of closed pipes

@@ -205,7 +205,9 @@ def _read_parquet(
     on_disk = Path(file).stat().st_size
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            named = None if columns is None else [name for name in columns if name in table.schema_arrow.names]
+            named = None if columns is None else list(columns)
+            if named is not None and not set(named) <= set(table.schema_arrow.names):
+                named = None  # its rows are bad: with all their columns they say what there is instead
             total, done, offset = table.metadata.num_rows, 0, begin.offset
             for group in range(table.num_row_groups):
                 about = table.metadata.row_group(group)

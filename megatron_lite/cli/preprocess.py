@@ -187,21 +187,22 @@ class _Job:
         progress = _Progress(log_interval, size_of(self.files))
         opened, saved = -1, time.monotonic()
         try:
-            for block, result in tokenise(blocks, self.recipe, workers, self.encoder):
-                number = block.next.file
-                if number != opened:
-                    print(f"Opening {block.file}", flush=True)
-                    if opened < 0:
-                        print(f"Time to startup: {time.monotonic() - progress.start:.2f}", flush=True)
-                    if self.last.position.file < number:
-                        self.end_of_file = replace(self.last, position=Position(number))
-                    opened = number
-                self._add(block, result)
-                self.last = Snapshot(block.next, self.totals.copy(), self._sizes())
-                if time.monotonic() - saved > _SECONDS_BETWEEN_SNAPSHOTS:
-                    self._commit()
-                    saved = time.monotonic()
-                progress(self.totals, block.read)
+            with contextlib.closing(tokenise(blocks, self.recipe, workers, self.encoder)) as results:
+                for block, result in results:
+                    number = block.next.file
+                    if number != opened:
+                        print(f"Opening {block.file}", flush=True)
+                        if opened < 0:
+                            print(f"Time to startup: {time.monotonic() - progress.start:.2f}", flush=True)
+                        if self.last.position.file < number:
+                            self.end_of_file = replace(self.last, position=Position(number))
+                        opened = number
+                    self._add(block, result)
+                    self.last = Snapshot(block.next, self.totals.copy(), self._sizes())
+                    if time.monotonic() - saved > _SECONDS_BETWEEN_SNAPSHOTS:
+                        self._commit()
+                        saved = time.monotonic()
+                    progress(self.totals, block.read)
         except BaseException:
             with contextlib.suppress(OSError):  # a full disk is told by what met it
                 if self.last.totals.documents:
@@ -284,14 +285,16 @@ def find_optimal_num_workers(
     files, encoder = find_inputs(inputs), Encoder(recipe)
     for workers in candidates:
         start, documents = time.monotonic(), 0
-        for block, result in tokenise(read_blocks(files, columns=recipe.keys), recipe, workers, encoder):
-            if result.bad:
-                number, reason = result.bad[0]
-                print(f"passed over {block.file}, line {number}: {reason}", file=sys.stderr)
-            documents += len(result.numbers)
-            if documents >= max_documents:
-                break
-        rates.append(documents / max(time.monotonic() - start, 1e-9))
+        blocks = read_blocks(files, columns=recipe.keys)
+        with contextlib.closing(tokenise(blocks, recipe, workers, encoder)) as results:
+            for block, result in results:
+                if result.bad:
+                    number, reason = result.bad[0]
+                    print(f"passed over {block.file}, line {number}: {reason}", file=sys.stderr)
+                documents += len(result.numbers)
+                if documents >= max_documents:
+                    break
+            rates.append(documents / max(time.monotonic() - start, 1e-9))
         print(f"{workers} workers: {documents} documents, {rates[-1]:.1f} docs/s", flush=True)
     return candidates[rates.index(max(rates))], rates
 

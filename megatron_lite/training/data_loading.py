@@ -68,18 +68,11 @@ def get_blend_and_blend_per_split(args: Namespace) -> tuple[Blend | None, list[B
     words = args.data_path
     if args.data_args_path:
         words = _read(args.data_args_path, "--data-args-path").split()
+        if not words:
+            raise DataError(f"--data-args-path {args.data_args_path} is empty", fix="write weights and prefixes in it")
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     if args.per_split_data_args_path:
-        text = _read(args.per_split_data_args_path, "--per-split-data-args-path")
-        try:
-            table = json.loads(text)
-            lists = [table.get(name) for name in ("train", "valid", "test")]
-        except (ValueError, AttributeError) as error:
-            raise DataError(
-                f"--per-split-data-args-path {args.per_split_data_args_path} is not a JSON object: {error}",
-                fix='{"train": ["prefix"], "valid": ["prefix"], "test": ["prefix"]}',
-            ) from None
-        per_split = [words.split() if isinstance(words, str) else words for words in lists]
+        per_split = _words_per_split(args.per_split_data_args_path)
     if any(per_split):
         return None, [get_blend_from_list(words) for words in per_split]
     if not words and not args.mock_data:
@@ -91,12 +84,45 @@ def get_blend_and_blend_per_split(args: Namespace) -> tuple[Blend | None, list[B
     return get_blend_from_list(words), None
 
 
+def _words_per_split(path: str) -> list[list[str] | None]:
+    """The words of train, valid and test in a file of --per-split-data-args-path.
+
+    Raises: DataError for anything but an object with these names alone, each a text, a list of words, or null; and
+        where none of them has a corpus. A name that is passed over would be a split that nobody reads.
+    """
+    flag = "--per-split-data-args-path"
+    names = [split.name for split in Split]
+    fix = 'write {"train": ["prefix"], "valid": ["prefix"], "test": ["prefix"]}'
+    text = _read(path, flag)
+    try:
+        table = json.loads(text)
+        if not isinstance(table, dict):
+            raise ValueError(f"it holds a {type(table).__name__}")
+    except ValueError as error:
+        raise DataError(f"{flag} {path} is not a JSON object: {error}", fix=fix) from None
+    unknown = [name for name in table if name not in names]
+    if unknown:
+        raise DataError(f"{flag} {path} names {', '.join(unknown)}", why=f"the splits are {', '.join(names)}", fix=fix)
+    for name, words in table.items():
+        plain = isinstance(words, list) and all(type(word) in (str, int, float) for word in words)
+        if not (words is None or plain or isinstance(words, str)):
+            raise DataError(
+                f"{flag} {path}: {name} is {json.dumps(words)}", why="it is a text or a list of words", fix=fix
+            )
+    per_split = [words.split() if isinstance(words, str) else words for words in map(table.get, names)]
+    if not any(per_split):
+        raise DataError(f"{flag} {path} names no corpus", fix=fix)
+    return [words and [str(word) for word in words] for words in per_split]
+
+
 def _read(path: str, flag: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except OSError as error:
         raise DataError(f"{flag} {path} cannot be read: {error.strerror}", fix="check the path") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{flag} {path} is no text: {error.reason}", fix="check the path") from None
 
 
 class ReadElsewhere:

@@ -10,7 +10,6 @@ that repeat one say it before anything is built.
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -569,12 +568,14 @@ def _sources(a: Namespace) -> list[str]:
 
 
 def _problem_of_split(split: str) -> str:
-    shares = [float(number) for number in re.findall(r"[.0-9]+", split) if number.strip(".")]
-    if "-" in split:
-        return "a share is negative"
-    if not 1 <= len(shares) <= 3:
-        return f"it holds {len(shares)} numbers; train, valid and test are three"
-    return "all shares are 0" if sum(shares) <= 0 else ""
+    """In the words of the data sets' own reader, which is asked when there is a split to read."""
+    from megatron_lite.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+
+    try:
+        parse_and_normalize_split(split)
+    except ConfigError as problem:
+        return problem.why
+    return ""
 
 
 # -------------------------------------------------------------------------------------------- rules on the outcome
@@ -755,6 +756,34 @@ DERIVED: tuple[Rule, ...] = (
         "{virtual_pipeline_model_parallel_size}, fusion of weight gradients {gradient_accumulation_fusion}",
         "it fills the waiting times of 1F1B over several stages, and adds weight gradients into their buffer itself",
         "--pipeline-model-parallel-size 2 or more, without virtual stages and --no-gradient-accumulation-fusion",
+    ),
+    Rule(
+        lambda a: (
+            a.defer_embedding_wgrad_compute
+            and (a.pipeline_model_parallel_size == 1 or not a.gradient_accumulation_fusion)
+        ),
+        "--defer-embedding-wgrad-compute with --pipeline-model-parallel-size {pipeline_model_parallel_size}, fusion of "
+        "weight gradients {gradient_accumulation_fusion}",
+        "it moves products to where the last of several stages would wait, and adds them into the gradient buffer",
+        "--pipeline-model-parallel-size 2 or more, without --no-gradient-accumulation-fusion",
+    ),
+    _exclusive(
+        "defer_embedding_wgrad_compute",
+        "delay_wgrad_compute",
+        "the zero-bubble schedule has a place of its own for every weight gradient",
+    ),
+    Rule(
+        lambda a: a.wgrad_deferral_limit != 0 and not a.defer_embedding_wgrad_compute,
+        "--wgrad-deferral-limit {wgrad_deferral_limit} without --defer-embedding-wgrad-compute",
+        "nothing is deferred that it could limit",
+        "both, or neither",
+    ),
+    _positive("wgrad_deferral_limit", 0),
+    Rule(
+        lambda a: a.pipeline_model_parallel_comm_backend == "ucc",
+        "--pipeline-model-parallel-comm-backend ucc",
+        "UCC is in no build of torch that can be installed ready-made, and stages need no more than sends and receives",
+        "leave it out: messages go the way of the run's other communication",
     ),
     Rule(
         lambda a: a.overlap_p2p_communication_warmup_flush and not a.overlap_p2p_comm,

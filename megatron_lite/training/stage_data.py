@@ -47,7 +47,7 @@ def stage_reads(args: Namespace, groups: ProcessGroupCollection) -> bool:
 def for_chunks(
     iterator: Iterator[Any], args: Namespace, groups: ProcessGroupCollection
 ) -> Iterator[Any] | list[Iterator[Any]]:
-    """An iterator for each chunk of this stage's model, over the same micro-batches; itself where there is one chunk."""
+    """An iterator for each chunk of this stage's model, over the same micro-batches; itself if there is one."""
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if chunks == 1:
         return iterator

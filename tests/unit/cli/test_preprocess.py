@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +94,25 @@ def test_C005_bad_line_stops_with_file_number_and_reason_or_is_counted(tmp_path,
     assert sequences(tmp_path) == [[0], [1], [2], [3]]
     said = capsys.readouterr()
     assert "1 skipped" in said.out and "line 3" in said.err
+
+
+def test_what_a_tokenizer_refuses_is_one_reason_in_one_line(tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", [{"text": "1"}, {"text": "x"}])
+    with pytest.raises(DataError, match="line 2: 'x' is not an id") as error:
+        run(tmp_path, "--input", source, *NULL)
+    assert str(error.value).count("  fix: ") == str(error.value).count("  why: ") == 1
+    assert run(tmp_path, "--input", source, "--skip-bad-lines", *NULL) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "skipped" in line]
+    assert "line 2: 'x' is not an id for NullTokenizer (" in line
+
+
+def test_a_failure_leaves_no_process_and_no_complaint_behind(tmp_path):
+    """Workers end before the error is told: Python's exit would meet their pipes half closed."""
+    source = write(tmp_path / "in.jsonl", [{"text": "1"}] * 2000 + [b"{"])
+    with pytest.raises(DataError, match="line 2001"):
+        run(tmp_path, "--input", source, "--workers", "2", *NULL)
+    assert multiprocessing.active_children() == []
+    assert not [thread for thread in threading.enumerate() if "ExecutorManager" in type(thread).__name__]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n\n", b'{"text": ""}\n{"text": ""}\n', b'{"text": []}\n'])

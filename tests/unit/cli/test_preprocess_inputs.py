@@ -127,7 +127,7 @@ def test_row_without_the_key_is_named_by_its_number(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
     with pytest.raises(DataError, match="in.parquet, line 2: 'text' is neither"):
         run(tmp_path, "--input", str(tmp_path / "in.parquet"), *NULL)
-    with pytest.raises(DataError, match="in.parquet, line 1: no key 'body'"):
+    with pytest.raises(DataError, match="in.parquet, line 1: no key 'body', the record has 'text'"):
         run(tmp_path, "--input", str(tmp_path / "in.parquet"), "--json-keys", "body", *NULL)
 
 

@@ -244,9 +244,30 @@ def test_files_of_paths_are_read(tmp_path):
         blends()
     with pytest.raises(DataError, match="--data-args-path .*nothere cannot be read"):
         blends("--data-args-path", str(tmp_path / "nothere"))
-    (tmp_path / "splits.json").write_text("[1]")
-    with pytest.raises(DataError, match="is not a JSON object"):
-        blends("--per-split-data-args-path", str(tmp_path / "splits.json"))
+
+
+@pytest.mark.parametrize(
+    "flag, content, message",
+    [
+        ("--data-args-path", b" \n", "is empty"),
+        ("--data-args-path", b"\xff\xfe\0", "is no text"),
+        ("--per-split-data-args-path", b"\xff\xfe\0", "is no text"),
+        ("--per-split-data-args-path", b"{", "is not a JSON object"),
+        ("--per-split-data-args-path", b"[1]", "is not a JSON object: it holds a list"),
+        ("--per-split-data-args-path", b'{"train": "a", "validation": "b"}', "names validation"),
+        ("--per-split-data-args-path", b'{"train": {"a": 1}}', 'train is {"a": 1}'),
+        ("--per-split-data-args-path", b'{"train": "a", "valid": 5}', "valid is 5"),
+        ("--per-split-data-args-path", b'{"train": [["a", 1]]}', "train is"),
+        ("--per-split-data-args-path", b"{}", "names no corpus"),
+        ("--per-split-data-args-path", b'{"train": null, "valid": [], "test": ""}', "names no corpus"),
+    ],
+)
+def test_a_file_of_paths_that_does_not_say_what_is_read_is_refused(tmp_path, flag, content, message):
+    (tmp_path / "file").write_bytes(content)
+    args = parse_args([*BASE.replace("--mock-data ", "").split(), flag, str(tmp_path / "file")])
+    with pytest.raises(DataError) as error:
+        get_blend_and_blend_per_split(args)
+    assert f"{flag} {tmp_path / 'file'}" in error.value.what and message in error.value.what
 
 
 def test_a_training_set_that_is_missing_or_used_up_is_named():

@@ -163,9 +163,11 @@ BROKEN = [
     ("--phase-transition-iterations 10", "", ["--phase-transition-iterations 10 in a run of 10"]),
     ("--train-data-path x --data-path x", "", ["--data-path and --train-data-path"]),
     ("--data-args-path x --data-path x", "", ["--data-path and --data-args-path"]),
-    ("--data-path x --split 1,2,3,4", "", ["--split 1,2,3,4", "4 numbers"]),
-    ("--data-path x --split 0,0,0", "", ["--split 0,0,0"]),
-    ("--data-path x --split=-1,2", "", ["negative"]),
+    ("--data-path x --split 1,2,3,4", "", ["--split 1,2,3,4", "one to three plain numbers"]),
+    ("--data-path x --split 0,0,0", "", ["--split 0,0,0", "add up to 0"]),
+    ("--data-path x --split=-1,2", "", ["plain numbers"]),
+    ("--data-path x --split 1e-3,1", "", ["plain numbers"]),
+    ("--data-path x --split 1..2,1", "", ["plain numbers"]),
     (
         "--reset-attention-mask --no-create-attention-mask-in-dataloader",
         "",
@@ -293,6 +295,8 @@ MORE: list[tuple[str, str, list[str]]] = [
     ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6", "", []),
     ("--overlap-p2p-communication-warmup-flush", "", []),
     ("--delay-wgrad-compute", "", []),
+    ("--defer-embedding-wgrad-compute --delay-wgrad-compute", "", []),
+    ("--wgrad-deferral-limit -1 --pipeline-model-parallel-comm-backend ucc", "", []),
 ]
 
 
