@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 
 def test_a_data_parallel_run_logs_the_bytes_of_its_gradients_and_nothing_of_its_evaluations(tmp_path):
     """An all-reduce of all parameters a step, whatever is evaluated in between."""
-    flags = "--train-iters 4 --log-interval 2 --eval-interval 1 --eval-iters 1 --log-communication --save".split()
-    done = torchrun(2, *TINY, *flags, tmp_path).ok()
+    flags = "--train-iters 4 --log-interval 2 --eval-interval 1 --eval-iters 1 --log-communication".split()
+    done = torchrun(2, *TINY, *flags, "--save-interval", 9, "--save", tmp_path).ok()
     held = int(re.search(r"model parallel rank \(0, 0\): (\d+)", done.out)[1])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     tables = [row["communication"] for row in rows if "communication" in row]
