@@ -102,6 +102,15 @@ class ModelParallelConfig:
         False, "Zero-bubble schedule: compute weight gradients while the pipeline's other stages are waited for."
     )
     weight_grad_store: Any = None  # made by the zero-bubble schedule: where layers put products off
+    defer_embedding_wgrad_compute: bool = flag(
+        False,
+        "Compute the output layer's weight gradients after the last stage's last backward pass, while earlier stages "
+        "are still at theirs.",
+    )
+    wgrad_deferral_limit: int = flag(
+        0, "With --defer-embedding-wgrad-compute: for so many micro-batches of a step, the first ones. 0: for all."
+    )
+    embedding_grad_store: Any = None  # made by the schedule of such a run: where the output layer puts them off
     microbatch_group_size_per_vp_stage: int | None = flag(
         None,
         "Micro-batches that go through one virtual stage before the next one's turn. Default: the pipeline's size.",

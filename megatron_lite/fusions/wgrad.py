@@ -20,15 +20,23 @@ from megatron_lite.fusions.matmul import transposed_times, widened_rows
 
 
 class WeightGradStore:
-    """Products that were put off, in groups of one backward pass each, first in, first out."""
+    """Products that were put off, in groups of one backward pass each, first in, first out.
 
-    def __init__(self) -> None:
+    Args:
+        limit: products that wait at most in a group, one more is computed at once; 0: any number.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit
         self._passes: deque[list[tuple[Tensor, Tensor, Tensor]]] = deque()
         self._open: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def put(self, weight: Tensor, g: Tensor, x: Tensor) -> None:
         """Keep what `accumulate_product` needs."""
-        self._open.append((weight, g, x))
+        if 0 < self._limit <= len(self._open):
+            accumulate_product(weight, g, x)
+        else:
+            self._open.append((weight, g, x))
 
     def end_pass(self) -> None:
         """What was put since the last call is one group."""

@@ -89,12 +89,12 @@ class Executor:
         with ExitStack() as waiting:  # gradients stay on this rank until a chunk's last backward
             training = {a.chunk for a in actions if a.kind is not Kind.FORWARD}
             held = {chunk: waiting.enter_context(_reentrant(self._no_sync(chunk))) for chunk in sorted(training)}
-            steady = _steady(actions)
+            steady, late = _steady(actions), self._late_chunk()
             for place, action in enumerate(actions):
                 self._overlaps = place in steady or self.config.overlap_p2p_comm_warmup_flush
                 if params and place in params:
                     self._sync_params(params[place])
-                due = grads.get(place, [])
+                due = [chunk for chunk in grads.get(place, []) if chunk != late]
                 hooked = action.chunk if action.kind is Kind.BACKWARD else None
                 if hooked in due:
                     held[action.chunk].close()  # its hooks reduce buckets while this backward still runs
@@ -103,6 +103,10 @@ class Executor:
                     if chunk != hooked:  # complete for a while and aligned with other stages, or by weight gradients
                         held[chunk].close()
                         self._sync_grads(chunk)
+            if late is not None:
+                self._late_weight_grads()
+                held[late].close()
+                self._sync_grads(late)
         if self.link is not None:
             self.link.finish()
         return self.reports
@@ -116,6 +120,12 @@ class Executor:
         if self.config.param_sync_func is None or self.forward_only or stages == 1:
             return grads, None
         return grads, param_sync_points(actions, rank, len(self.chunks))
+
+    def _late_chunk(self) -> int | None:
+        """The chunk whose output layer puts weight gradients off until all passes are done; None: not on this stage."""
+        if self.forward_only or self.link is None or self.config.embedding_grad_store is None:
+            return None
+        return self.link.chunks - 1 if self.link.rank == self.link.stages - 1 else None
 
     def _no_sync(self, chunk: int) -> AbstractContextManager[Any]:
         function = _of_chunk(self.config.no_sync_func, chunk)
@@ -233,6 +243,12 @@ class Executor:
         with self._timer("backward-compute"):
             self.config.weight_grad_store.run_oldest()
         return []
+
+    def _late_weight_grads(self) -> None:
+        """The output layer's, in the time in which the stages before are at their last backward passes."""
+        with self._timer("backward-compute"):
+            self.config.embedding_grad_store.end_pass()
+            self.config.embedding_grad_store.run_oldest()
 
     @contextmanager
     def _timer(self, name: str) -> Iterator[None]:

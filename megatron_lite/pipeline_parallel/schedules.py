@@ -93,8 +93,7 @@ def forward_backward_pipelining_without_interleaving(
     assert len(chunks) == 1, f"without interleaving a stage has one chunk, not {len(chunks)}"
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     config: Any = chunks[0].config
-    if config.delay_wgrad_compute and config.weight_grad_store is None:
-        config.weight_grad_store = WeightGradStore()
+    _prepare_stores(config)
     schedule = make_schedule(
         group_size(groups.pp), num_microbatches, evaluate=forward_only, zero_bubble=config.delay_wgrad_compute
     )
@@ -128,6 +127,7 @@ def forward_backward_pipelining_with_interleaving(
     config: Any = chunks[0].config
     stages = group_size(groups.pp)
     group = config.microbatch_group_size_per_vp_stage or stages
+    _prepare_stores(config)
     if not forward_only:
         check_microbatch_groups(num_microbatches, stages, group)
     schedule = make_schedule(stages, num_microbatches, len(chunks), group, evaluate=forward_only)
@@ -167,6 +167,14 @@ def _shape(config: Any, groups: ProcessGroupCollection, length: int, micro_batch
     )[0]
 
 
+def _prepare_stores(config: Any) -> None:
+    """Where layers put weight gradients off, for as long as the model lives."""
+    if config.delay_wgrad_compute and config.weight_grad_store is None:
+        config.weight_grad_store = WeightGradStore()
+    if config.defer_embedding_wgrad_compute and config.embedding_grad_store is None:
+        config.embedding_grad_store = WeightGradStore(config.wgrad_deferral_limit)
+
+
 def _link(
     config: Any, groups: ProcessGroupCollection, schedule: Schedule, chunks: int, shape: Shape | None, chunk: nn.Module
 ) -> StageLink:
@@ -182,6 +190,7 @@ def _link(
         dtype=dtype,
         device=next(chunk.parameters()).device,
         ahead=1 if config.overlap_p2p_comm else 0,
+        groups=groups.pp_channels,
     )
 
 

@@ -207,7 +207,8 @@ class ColumnParallelLinear(nn.Module):
         keep_master_weight_for_test: accepted, as Megatron has it; nothing depends on it.
         skip_bias_add: return the bias instead of adding it.
         skip_weight_param_allocation: the weight comes with each call (tied embeddings).
-        embedding_activation_buffer, grad_output_buffer: refused; deferred embedding gradients are not built.
+        embedding_activation_buffer, grad_output_buffer: refused: an output layer that sets `defers_weight_grads` puts
+            its weight gradients into `config.embedding_grad_store`.
         is_expert: the weight belongs to an expert: `allreduce` is False if experts are spread over ranks.
         tp_comm_buffer_name: accepted; names a buffer of Transformer Engine.
         disable_grad_reduce: leave the input gradient as this rank's part of the sum.
@@ -238,8 +239,8 @@ class ColumnParallelLinear(nn.Module):
         if embedding_activation_buffer is not None or grad_output_buffer is not None:
             raise ConfigError(
                 "ColumnParallelLinear with an activation or gradient buffer",
-                why="deferring the embedding's weight gradient is not part of megatron_lite",
-                fix="leave embedding_activation_buffer and grad_output_buffer None",
+                why="weight gradients that are put off wait in config.embedding_grad_store",
+                fix="leave the buffers None, and set config.defer_embedding_wgrad_compute",
             )
         self.config, self.input_size, self.output_size = config, input_size, output_size
         self.gather_output, self.skip_bias_add, self.is_expert = gather_output, skip_bias_add, is_expert
@@ -250,6 +251,7 @@ class ColumnParallelLinear(nn.Module):
         self.allreduce_dgrad = size > 1 and not self.sequence_parallel and not disable_grad_reduce
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.overlap = overlap_of(config)
+        self.defers_weight_grads = False
 
         self.weight: nn.Parameter | None = None
         if not skip_weight_param_allocation:
@@ -278,7 +280,9 @@ class ColumnParallelLinear(nn.Module):
             self.sequence_parallel,
             self.tp_group,
             self.overlap,
-            weight_grad_store=self.config.weight_grad_store,
+            weight_grad_store=(
+                self.config.embedding_grad_store if self.defers_weight_grads else self.config.weight_grad_store
+            ),
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)

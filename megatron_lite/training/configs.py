@@ -342,6 +342,9 @@ class PipelineConfig:
         "Let every pipeline stage reduce its gradients when they are complete, not all stages at once.",
         off=("--no-align-grad-reduce", "--disable-align-grad-reduce"),
     )
+    pipeline_model_parallel_comm_backend: str | None = flag(
+        None, "Library that moves messages between stages. Default: the run's.", choices=("nccl", "ucc")
+    )
     align_param_gather: bool = flag(
         True, "Let every pipeline stage gather its parameters when it needs them.", off="--no-align-param-gather"
     )

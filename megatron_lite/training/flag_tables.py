@@ -42,7 +42,6 @@ CAPABILITIES = {
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
     "other dtypes": ("this choice of number format", "--bf16, --fp16, or neither for fp32"),
     "planning": ("the run without its ranks", "run it smaller"),
-    "pp options": ("this option of the pipeline", "leave it out"),
     "relative": ("relative positions", "--position-embedding-type rope"),
     "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
     "retro": ("Retro", "pretrain_gpt.py trains GPT"),

@@ -64,6 +64,13 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
         print_rank_0("> initializing torch distributed ...")
         _init_process_group(args, launch)
     set_rank(dist.get_rank(), dist.get_world_size())
+    if args.pipeline_model_parallel_comm_backend not in (None, dist.get_backend()):
+        raise ConfigError(
+            f"--pipeline-model-parallel-comm-backend {args.pipeline_model_parallel_comm_backend} in a run over "
+            f"{dist.get_backend()}",
+            why="stages talk over the library that all ranks talk over; without CUDA that is gloo",
+            fix="leave it out",
+        )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             args.tensor_model_parallel_size,

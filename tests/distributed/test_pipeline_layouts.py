@@ -159,6 +159,30 @@ ZERO_BUBBLE = [
 ]
 
 
+DEFERRED = [
+    _row(pp=2, flags=batches(4), split=("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit=2")),
+    _row(
+        model="llama",
+        pp=2,
+        vpp=2,
+        dp=2,
+        distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        bucket_size=3000,
+        flags=batches(4, 2),
+        split=("--defer-embedding-wgrad-compute",),
+    ),
+    _row(pp=2, dp=2, overlap_grad_reduce=True, flags=batches(4, 2), split=("--defer-embedding-wgrad-compute",)),
+]
+
+
+@pytest.mark.parametrize("layout", DEFERRED, ids=str)
+def test_output_layers_that_wait_train_as_one_process(matrix, layout):
+    """Weight gradients of the output layer behind all passes, tied and untied: reduced after that, not before."""
+    agrees(matrix, layout)
+
+
 @pytest.mark.parametrize("layout", ZERO_BUBBLE, ids=str)
 def test_zero_bubble_schedules_train_as_one_process(matrix, layout):
     """ZB-H1: weight gradients later, the same sums."""

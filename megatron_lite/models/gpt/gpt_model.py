@@ -136,6 +136,7 @@ class GPTModel(LanguageModule):
                     skip_weight_param_allocation=pre_process and tied,
                     tp_group=self.pg_collection.tp,
                 )
+                self.output_layer.defers_weight_grads = config.defer_embedding_wgrad_compute
         if pre_process or post_process:
             self.setup_embeddings_and_output_layer()
         self.name_and_initialize()

@@ -44,7 +44,6 @@ PENDING = {
     "mup": 6,
     "other dtypes": 2,
     "planning": 1,
-    "pp options": 3,
     "rerun": 6,
     "retro": 10,
     "retro preprocessing": 33,
