@@ -45,8 +45,9 @@ class WeightGradStore:
 
     def run_oldest(self) -> None:
         """Compute and forget the oldest group."""
-        for weight, g, x in self._passes.popleft():
-            accumulate_product(weight, g, x)
+        with torch.no_grad():  # outside of backward x still belongs to the graph that made it: the buffer must not
+            for weight, g, x in self._passes.popleft():
+                accumulate_product(weight, g, x)
 
 
 def takes_main_grad(weight: Tensor) -> bool:

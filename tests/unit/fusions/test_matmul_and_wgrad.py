@@ -61,6 +61,39 @@ def test_fused_weight_gradient_is_added_to_main_grad(kernel, dtype):
     assert b.grad is not None
 
 
+def test_products_that_wait_are_computed_a_pass_at_a_time():
+    """Outside of backward, where an input still has its graph: the buffer must not become a part of it."""
+    x, w, _, g = inputs(torch.float32)
+    w.main_grad = torch.zeros(w.shape)
+    store = wgrad.WeightGradStore()
+    product = g.reshape(-1, 24).t() @ x.detach().reshape(-1, 32)
+    for factor in (1.0, 10.0):
+        y = linear_with_grad_accumulation_and_async_allreduce(
+            x * factor, w, None, True, False, False, weight_grad_store=store
+        )
+        y.backward(g)
+        store.end_pass()
+    assert w.main_grad.abs().max() == 0 and x.grad.abs().max() > 0
+    store.run_oldest()
+    torch.testing.assert_close(w.main_grad, product, atol=1e-4, rtol=1e-5)
+    store.run_oldest()
+    torch.testing.assert_close(w.main_grad, 11 * product, atol=1e-3, rtol=1e-5)
+    assert not w.main_grad.requires_grad and w.main_grad.grad_fn is None
+
+
+@pytest.mark.parametrize(("limit", "at_once"), [(0, 0), (2, 1), (5, 0)])
+def test_a_store_with_a_limit_computes_what_is_beyond_it(limit, at_once):
+    w = torch.nn.Parameter(torch.zeros(2, 3))
+    w.main_grad = torch.zeros(2, 3)
+    store = wgrad.WeightGradStore(limit)
+    for _ in range(3):
+        store.put(w, torch.ones(1, 2), torch.ones(1, 3))
+    assert w.main_grad.eq(at_once).all()
+    store.end_pass()
+    store.run_oldest()
+    assert w.main_grad.eq(3).all()
+
+
 def test_rows_of_a_table_add_up_where_an_id_repeats():
     """Overwriting instead of adding would lose the repeats."""
     w = torch.nn.Parameter(torch.zeros(4, 2))
