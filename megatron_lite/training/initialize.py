@@ -64,13 +64,7 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
         print_rank_0("> initializing torch distributed ...")
         _init_process_group(args, launch)
     set_rank(dist.get_rank(), dist.get_world_size())
-    if args.pipeline_model_parallel_comm_backend not in (None, dist.get_backend()):
-        raise ConfigError(
-            f"--pipeline-model-parallel-comm-backend {args.pipeline_model_parallel_comm_backend} in a run over "
-            f"{dist.get_backend()}",
-            why="stages talk over the library that all ranks talk over; without CUDA that is gloo",
-            fix="leave it out",
-        )
+    check_stage_transport(args, dist.get_backend())
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             args.tensor_model_parallel_size,
@@ -92,6 +86,17 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     set_random_seed(seed_of_rank(args, groups))
     return groups
+
+
+def check_stage_transport(args: Namespace, backend: str) -> None:
+    """Raises: ConfigError where `--pipeline-model-parallel-comm-backend` is not what the run's ranks talk over."""
+    wanted = args.pipeline_model_parallel_comm_backend
+    if wanted not in (None, backend):
+        raise ConfigError(
+            f"--pipeline-model-parallel-comm-backend {wanted} in a run over {backend}",
+            why="stages talk over the library that all ranks talk over; without CUDA that is gloo",
+            fix="leave it out",
+        )
 
 
 def seed_of_rank(args: Namespace, pg_collection: ProcessGroupCollection) -> int:

@@ -1,13 +1,15 @@
-"""Start-up on several ranks: seeds."""
+"""Start-up on several ranks: seeds, what stages talk over."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megatron_lite import collectives
+from megatron_lite.errors import ConfigError
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.random import get_cuda_rng_tracker
-from megatron_lite.training.initialize import seed_of_rank, set_random_seed
+from megatron_lite.training.initialize import check_stage_transport, seed_of_rank, set_random_seed
 
 
 def _draws(flag):
@@ -28,3 +30,11 @@ def test_data_parallel_random_init_gives_each_rank_its_own_random_numbers(world)
     alike = world(2).run(_draws, False)
     assert all(torch.equal(a, b) for a, b in zip(*alike))
     assert all(torch.equal(a, b) for a, b in zip(first, alike[0]))  # the first rank's are those of --seed itself
+
+
+def test_a_transport_between_stages_that_the_run_has_not_is_refused():
+    """On a CPU the flag was accepted, and gloo taken."""
+    check_stage_transport(SimpleNamespace(pipeline_model_parallel_comm_backend=None), "gloo")
+    check_stage_transport(SimpleNamespace(pipeline_model_parallel_comm_backend="nccl"), "nccl")
+    with pytest.raises(ConfigError, match="comm-backend nccl in a run over gloo"):
+        check_stage_transport(SimpleNamespace(pipeline_model_parallel_comm_backend="nccl"), "gloo")
