@@ -28,7 +28,7 @@ def agrees(matrix: Matrix, layout: Layout) -> None:
 
 
 def batches(count: int, dp: int = 1) -> tuple[str, ...]:
-    """Flags for so many micro-batches of one sample."""
+    """Flags for so many samples on each data-parallel rank."""
     return (*DEEP, "--global-batch-size", str(count * dp))
 
 
@@ -82,13 +82,13 @@ def test_c076_c092_c093_stages_train_as_one_process(matrix, layout):
 # From as many micro-batches as stages to three times as many and one.
 @pytest.mark.parametrize(
     "layout",
-    [_row(pp=pp, flags=batches(count)) for pp, count in ((2, 2), (2, 3), (2, 7), (4, 4), (4, 13))]
+    [Layout(pp=pp, flags=batches(2 * count)) for pp, count in ((2, 2), (2, 3), (2, 7), (4, 4), (4, 13))]
     + [
-        _row(
+        Layout(
             model="llama",
             pp=2,
             vpp=2,
-            flags=batches(m),
+            flags=batches(2 * m),
             split=(f"--microbatch-group-size-per-virtual-pipeline-stage={n}",),
         )
         for m, n in ((5, 3), (6, 6))
@@ -129,7 +129,8 @@ MORE = [
     _row(pp=2, dp=2, vpp=2, overlap_grad_reduce=True, flags=batches(4, 2), split=("--no-align-grad-reduce",)),
     _row(pp=4, recompute="full", flags=batches(4)),
     _row(model="llama", pp=2, tp=2, sp=True, recompute="selective", flags=batches(4)),
-    _row(pp=2, flags=(*batches(4), "--apply-query-key-layer-scaling", "--fp32-residual-connection")),
+    _row(pp=2, flags=(*batches(4), "--apply-query-key-layer-scaling")),
+    _row(pp=2, precision="bf16", flags=(*batches(4), "--fp32-residual-connection")),
     _row(pp=2, dp=2, flags=batches(4, 2), split=("--use-tp-pp-dp-mapping",)),
     _row(pp=2, vpp=2, precision="bf16", flags=batches(4)),
     _row(model="llama", pp=2, flags=(*batches(4), "--reset-attention-mask")),
