@@ -121,6 +121,15 @@ def test_the_steps_by_hand_and_two_processes_of_training(runs):
     assert (runs / "mine/checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
 
+def test_the_layout_is_verified_as_shown(runs):
+    """The command of the section on layouts, and the flags of its longest layout as 8 processes."""
+    assert "gradients" in run(starting("megatron-lite verify"), runs).stdout
+    flags = README.split("```text\n--tensor-model-parallel-size")[1].split("```")[0]
+    line = starting("megatron-lite verify").split(" --tensor-model-parallel-size")[0]
+    done = run(f"{line} --tensor-model-parallel-size {flags} --ranks 8 --steps 2", runs)
+    assert "pipeline" in done.stdout or "pp 2" in done.stdout
+
+
 @pytest.mark.parametrize(
     "target, words",
     [
@@ -143,7 +152,7 @@ def test_no_command_of_the_readme_is_left_out():
     assert all(line.startswith(tried) for line in commands()), "a new kind of command needs a test here"
     assert sum(line.startswith("make ") for line in commands()) == 6
     assert sorted(line.split()[1] for line in commands() if line.startswith("megatron-lite ")) == sorted(
-        ["generate", "report", "corpus", "train-tokenizer", "preprocess"]
+        ["generate", "report", "corpus", "train-tokenizer", "preprocess", "verify"]
     )
 
 
