@@ -502,7 +502,7 @@ def all_to_all(
 
 @_tells
 def send(x: Tensor, group: ProcessGroup, *, to: int, tag: int = 0, purpose: str) -> Handle:
-    """Send `x` to the rank at place `to` of the group; `x` may be dropped at once, the handle not before it is waited for.
+    """Send `x` to the rank at place `to` of the group; `x` may be dropped at once, the handle only when waited for.
 
     Args:
         tag: gloo tells messages of one pair of ranks apart by it; elsewhere they arrive in the order of sending.

@@ -33,7 +33,7 @@ class Tolerance:
 
 
 # bf16 has 8 bits of mantissa, of which a rounding moves the last: 0.4 %; fp16 has 11. A tensor's worst element shows
-# the sum of several such roundings, a loss or a norm their mean. Where rounding turns the sign of a small gradient, Adam
+# the sum of several such roundings, a loss or a norm their mean. Where rounding turns a small gradient's sign, Adam
 # moves a weight the other way: the learning rates of the steps, twice, against the largest weight.
 TOLERANCE = {
     "fp32": Tolerance(1e-5, 1e-5, 1e-5, 1e-5),

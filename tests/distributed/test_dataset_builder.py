@@ -122,7 +122,7 @@ def test_a_rank_at_work_is_waited_for_and_leaves_no_thread(world):
 
 
 def _build_on_nodes(prefix: str, caches: dict[int, str]) -> tuple[bool, int, int]:
-    """Ranks 0 and 1 on one node, 2 and 3 on another. Returns: built?, calls of the builder at all, the last one's time."""
+    """Ranks 0 and 1 on one node, 2 and 3 on another. Returns: built?, calls of the builder in all, time of the last."""
     rank = dist.get_rank()
     built: list[float] = []
     build = gpt_dataset.build_document_index
