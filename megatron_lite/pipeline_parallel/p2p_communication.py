@@ -11,6 +11,10 @@ its receiver here, so a schedule without circular waits (`schedule_check`) canno
 and its memory is free, follows from the schedule too: when a stage's result of some action arrives, that stage has
 received all that its list needed before. (gloo cannot be asked: its sends never say that they are complete.)
 
+On NCCL the first message of two ranks in a group sets up their connection, for which both wait. Within a schedule that
+could be for ever (a stage that receives ahead waits for one that needs its result first), so channels are opened before
+they are used, in the order in which messages would run through the stages.
+
 Shapes are known ahead, or (variable sequence lengths, several tensors between stages) come in a header before them.
 """
 
@@ -21,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -32,6 +37,7 @@ from megatron_lite.pipeline_parallel.actions import Action, Kind, Message, Sched
 Shape = tuple[int, ...]
 Tensors = list[Tensor]
 _FIRST_TAG = 1 << 20  # away from the tags of other calls on the same group
+_OPEN: set[tuple[ProcessGroup, bool]] = set()  # groups of channels, and whether around, that connect their ranks
 _HEADER = 32  # numbers in a header: how many tensors, then per tensor its dimensions and sizes
 
 
@@ -74,6 +80,7 @@ class StageLink:
         dtype: of activations; gradients have the same.
         ahead: receives posted per channel before they are asked for. 0: none, communication does not overlap.
         groups: per (forward, around) a group of the same ranks for backends that do not tell messages apart by tags.
+    Raises: ConfigError on such a backend without them.
     """
 
     group: ProcessGroup
@@ -91,6 +98,14 @@ class StageLink:
 
     def __post_init__(self) -> None:
         self.rank, self.stages = group_rank(self.group), group_size(self.group)
+        if self.groups is None and dist.get_backend(self.group) != "gloo":
+            raise ConfigError(
+                f"pipeline stages over {dist.get_backend(self.group)} in a single group",
+                why="there a group's messages arrive in the order of sending: activations and gradients would hold up "
+                "each other",
+                fix="groups of initialize_model_parallel or make_process_groups, or the field pp_channels",
+            )
+        self._open()
         for peer in range(self.stages):
             for action in self.schedule[peer]:
                 target = receiver_of(action, peer, self.stages, self.chunks)
@@ -105,6 +120,25 @@ class StageLink:
 
     def _channel(self, sender: int, receiver: int, forward: bool, peer: int) -> Channel:
         return Channel(peer, forward, (sender > receiver) == forward)
+
+    def _open(self) -> None:
+        """Exchange one message over each new channel."""
+        for (forward, around), group in (self.groups or {}).items():
+            if (around and self.chunks == 1) or (group, around) in _OPEN:
+                continue
+            _OPEN.add((group, around))
+            last = self.stages - 1
+            pairs = [(last, 0)] if around else [(stage, stage + 1) for stage in range(last)]
+            for sender, receiver in pairs if forward else [(b, a) for a, b in reversed(pairs)]:
+                if self.rank not in (sender, receiver):
+                    continue
+                channel = Channel(receiver if self.rank == sender else sender, forward, around)
+                with _named(self.rank, f"opening the channel for {channel.content} with stage {channel.peer}"):
+                    x, tag, purpose = torch.zeros(1, device=self.device), channel.tag, "opening channels"
+                    if self.rank == sender:
+                        collectives.send(x, group, to=receiver, tag=tag, purpose=purpose).wait()
+                    else:
+                        collectives.receive(x, group, source=sender, tag=tag, purpose=purpose).wait()
 
     def _group(self, channel: Channel) -> ProcessGroup:
         return self.group if self.groups is None else self.groups[channel.forward, channel.around]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lite import collectives
-from megatron_lite.errors import PeerLost
+from megatron_lite.errors import ConfigError, PeerLost
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.pipeline_parallel import get_forward_backward_func
 from megatron_lite.pipeline_parallel.actions import make_schedule
@@ -171,6 +171,22 @@ def test_messages_without_tags_take_a_group_each(world, stages, chunks, number):
     if stages == 2:
         mixed = world(stages).run(_without_tags, stages, chunks, 4, False)
         assert mixed[-1][0] != pytest.approx(losses, rel=1e-6) and not mixed[0][2]
+
+
+def _over_nccl():
+    """Stands for a GPU: all that is asked of the backend is its name."""
+    backend = dist.get_backend
+    dist.get_backend = lambda group=None: "nccl"
+    try:
+        train(2, 1, 2, None, {})
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.get_backend = backend
+
+
+def test_one_group_for_all_messages_is_refused_where_they_would_wait_for_each_other(world):
+    assert all("pp_channels" in told for told in world(2).run(_over_nccl))
 
 
 def _two_tensors():
