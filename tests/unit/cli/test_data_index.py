@@ -3,11 +3,17 @@
 import json
 
 import pytest
+import torch
 
+import pretrain_gpt
 from megatron_lite.cli import data_index
 from megatron_lite.cli import main as cli
 from megatron_lite.errors import ConfigError, DataError
-from tests.e2e.launch import ROOT, TINY, run
+from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.training import global_vars
+from megatron_lite.training.arguments import parse_args, validate_args
+from megatron_lite.training.data_loading import build_train_valid_test_data_iterators
+from tests.e2e.launch import ROOT, TINY
 from tests.unit.datasets.corpora import numbered, write_corpus
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "5000"]
@@ -49,9 +55,16 @@ def test_counts_of_the_corpora_are_written_as_the_flag_reads_them(tmp_path):
         data_index.main([str(tmp_path / "nothere" / "c.json") if word == str(path) else word for word in words])
 
 
-@pytest.mark.slow
-def test_the_run_finds_every_file_and_makes_none(tmp_path):
-    """With the whole command line of the run: a blend, three splits, a cache folder."""
+@pytest.fixture
+def forgotten():
+    """What start-up sets is gone afterwards."""
+    yield
+    global_vars.destroy_global_vars()
+
+
+def test_the_run_finds_every_file_and_makes_none(tmp_path, forgotten):
+    """With the whole command line of the run: a blend, three splits, a cache folder. The run's own provider is asked,
+    as its start-up does it."""
     corpora = [write_corpus(tmp_path / name, numbered(150, 25)) for name in "ab"]
     flags = [word for word in TINY if word != "--mock-data"]
     flags += ["--data-path", "0.3", corpora[0], "0.7", corpora[1], "--split", "80,10,10"]
@@ -60,7 +73,14 @@ def test_the_run_finds_every_file_and_makes_none(tmp_path):
     assert data_index.main(flags) == 0
     made = files(tmp_path / "cache")
     assert {name.split("-")[1] for name in made} == {"GPTDataset", "BlendedDataset"}
-    run(*flags).ok()
+    args = validate_args(parse_args(flags, None, {"tokenizer_type": "GPT2BPETokenizer"}), 1)
+    args.device = torch.device("cpu")
+    global_vars.set_args(args)
+    global_vars.set_tokenizer(global_vars.build_tokenizer(args))
+    data = build_train_valid_test_data_iterators(
+        pretrain_gpt.train_valid_test_datasets_provider, args, ProcessGroupCollection()
+    )
+    assert next(data.train)["tokens"].shape == (2, 32) and len(data.valid) == len(data.test) == 1
     assert files(tmp_path / "cache") == made
 
 

@@ -176,7 +176,7 @@ def test_snapshots_are_taken_inside_a_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_killed_run_leaves_nothing_that_loads_and_no_process_and_the_next_one_finishes(tmp_path, workers):
-    source = write(tmp_path / "in.jsonl", [{"text": "abc " * 2000}] * 20000)
+    source = write(tmp_path / "in.jsonl", [{"text": "abc " * 2000}] * 6000)
     command = [sys.executable, "-m", "megatron_lite", "preprocess", "--input", source, "--workers", workers]
     command += ["--output-prefix", str(tmp_path / "out"), *BYTES]
     growing = tmp_path / "out.preprocess" / "0_0.bin"
@@ -184,6 +184,7 @@ def test_killed_run_leaves_nothing_that_loads_and_no_process_and_the_next_one_fi
         deadline = time.monotonic() + 60
         while process.poll() is None and not (growing.exists() and growing.stat().st_size):
             assert time.monotonic() < deadline
+            time.sleep(0.002)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert process.returncode == -signal.SIGKILL

@@ -195,15 +195,24 @@ def rank_file(tmp_path_factory):
     return files.tiktoken(tmp_path_factory.mktemp("tiktoken") / "ranks.json")
 
 
-@pytest.mark.parametrize("pattern", ["v1", "v2"])
-@QUICK
-@given(text=ANY_TEXT)
-def test_tiktoken_equals_the_definition(rank_file, pattern, text):
-    config = TokenizerConfig(tokenizer_type="TikTokenizer", tokenizer_model=rank_file, tiktoken_pattern=pattern)
-    tokenizer = build_tokenizer(config)
+@pytest.fixture(scope="module")
+def ranks(rank_file):
     entries = json.loads(Path(rank_file).read_text())
     words = [bytes([byte]) for byte in range(256)] + [entry["token_str"].encode() for entry in entries[256:]]
-    ranks = {word: rank for rank, word in enumerate(words)}
+    return {word: rank for rank, word in enumerate(words)}
+
+
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def tiktoken(request, rank_file):
+    """The pattern's name, and the tokenizer that cuts by it: its 131,072 ids take a while."""
+    config = TokenizerConfig(tokenizer_type="TikTokenizer", tokenizer_model=rank_file, tiktoken_pattern=request.param)
+    return request.param, build_tokenizer(config)
+
+
+@QUICK
+@given(text=ANY_TEXT)
+def test_tiktoken_equals_the_definition(tiktoken, ranks, text):
+    pattern, tokenizer = tiktoken
     for case in (text, "the St/St12 // //the"):
         ids = tokenizer.tokenize(case)
         assert [id - 1000 for id in ids] == bpe_written_out(case, PATTERNS[pattern], ranks)
