@@ -16,6 +16,7 @@ from megatron_lite.pipeline_parallel.schedule_check import check_schedule
 from megatron_lite.process_groups import make_process_groups
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.rank_grid import grids
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.training.local_world import World
 
 HIDDEN, BATCH, LENGTH = 8, 2, 4
@@ -171,6 +172,65 @@ def test_messages_without_tags_take_a_group_each(world, stages, chunks, number):
     if stages == 2:
         mixed = world(stages).run(_without_tags, stages, chunks, 4, False)
         assert mixed[-1][0] != pytest.approx(losses, rel=1e-6) and not mixed[0][2]
+
+
+class Head(Stack):
+    """A last stage with an output layer whose weight gradients may wait."""
+
+    def __init__(self, config, layers):
+        super().__init__(config, layers)
+        self.output = ColumnParallelLinear(
+            HIDDEN, 6, config=config, init_method=lambda weight: weight, bias=False, tp_group=None
+        )
+        nn.init.constant_(self.output.weight, 0.5)
+        self.output.weight.main_grad = torch.zeros(6, HIDDEN)
+        self.output.defers_weight_grads = True
+
+    def forward(self, x):
+        return self.output(super().forward(x))[0]
+
+
+def _late_products(deferred, limit, microbatches=(0, 1, 2, 3)):
+    """The output layer's gradients before and after the drain; the second also without one."""
+    config = make_config(
+        defer_embedding_wgrad_compute=deferred, wgrad_deferral_limit=limit, gradient_accumulation_fusion=True
+    )
+    last = dist.get_rank() == 1
+    model = (Head if last else Stack)(config, [dist.get_rank()])
+    seen = []
+    drain = Executor._late_weight_grads
+
+    def watched(self):
+        seen.append((model.output.weight.main_grad.clone(), not self._passes))
+        drain(self)
+
+    Executor._late_weight_grads = watched
+    try:
+        get_forward_backward_func(2)(
+            forward_step_func=lambda iterator, model: (model(next(iterator)), squared),
+            data_iterator=iter([batch_of(m) for m in microbatches]),
+            model=model,
+            num_microbatches=len(microbatches),
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            pg_collection=ProcessGroupCollection(pp=collectives.world()),
+        )
+    finally:
+        Executor._late_weight_grads = drain
+    return (seen, model.output.weight.main_grad) if last else (seen, None)
+
+
+def test_weight_gradients_of_the_output_layer_wait_for_the_drain(world):
+    """All of them, or the first ones up to the limit; after the last backward pass, and only on the last stage."""
+    run = world(2).run
+    (_, _), (nothing, whole) = run(_late_products, False, 0)
+    _, (_, last) = run(_late_products, False, 0, (3,))
+    assert not nothing and last.abs().min() > 0
+    for limit, at_once in ((0, 0 * last), (3, last / 4), (9, 0 * last)):
+        (first, _), ([(before, all_passed)], after) = run(_late_products, True, limit)
+        assert not first and all_passed
+        torch.testing.assert_close(before, at_once)
+        torch.testing.assert_close(after, whole)
 
 
 def _over_nccl():
