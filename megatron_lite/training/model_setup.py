@@ -103,9 +103,7 @@ def setup_model_and_optimizer(
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = [chunk.no_sync for chunk in model]
-    if args.overlap_grad_reduce and (
-        args.align_grad_reduce or args.delay_wgrad_compute or args.defer_embedding_wgrad_compute
-    ):
+    if args.overlap_grad_reduce and args.align_grad_reduce:
         config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
     if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = [chunk.start_param_sync for chunk in model]

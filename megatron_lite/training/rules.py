@@ -780,6 +780,17 @@ DERIVED: tuple[Rule, ...] = (
     ),
     _positive("wgrad_deferral_limit", 0),
     Rule(
+        lambda a: (
+            not a.align_grad_reduce
+            and a.overlap_grad_reduce
+            and (a.delay_wgrad_compute or a.defer_embedding_wgrad_compute)
+        ),
+        "--no-align-grad-reduce with weight gradients that are put off (--delay-wgrad-compute, "
+        "--defer-embedding-wgrad-compute)",
+        "then the schedule starts their reduction, at the same time on all stages, not the last backward pass",
+        "leave out --no-align-grad-reduce",
+    ),
+    Rule(
         lambda a: a.pipeline_model_parallel_comm_backend == "ucc",
         "--pipeline-model-parallel-comm-backend ucc",
         "UCC is in no build of torch that can be installed ready-made, and stages need no more than sends and receives",

@@ -296,6 +296,7 @@ MORE: list[tuple[str, str, list[str]]] = [
     ("--overlap-p2p-communication-warmup-flush", "", []),
     ("--delay-wgrad-compute", "", []),
     ("--defer-embedding-wgrad-compute --delay-wgrad-compute", "", []),
+    ("--no-align-grad-reduce --overlap-grad-reduce --defer-embedding-wgrad-compute", "", []),
     ("--wgrad-deferral-limit -1 --pipeline-model-parallel-comm-backend ucc", "", []),
 ]
 
