@@ -94,7 +94,7 @@ def told(capsys, flag, more):
 def test_a_flag_of_something_switched_off_is_told(capsys, monkeypatch, row, flag):
     """--num-query-groups without --group-query-attention trained another model than its author thought. With the other
     flag nothing is said."""
-    monkeypatch.setattr("megatron_lite.training.rules.find_spec", lambda name: name)  # wandb may not be installed
+    monkeypatch.setattr("megatron_lite.training.rules_given.find_spec", lambda name: name)  # wandb may not be installed
     assert destination_of(flag) == FLAG[flag].dest
     assert len(told(capsys, flag, OFF.get(row, ""))) == 1
     assert told(capsys, flag, ON[row]) == []
