@@ -102,17 +102,18 @@ def test_zeros_are_counted_over_parameters_only():
     assert zeros == sum(int((p.main_grad == 0).sum()) for p in ddp.module.parameters()) >= 70
 
 
-def test_a_shared_copy_counts_in_no_norm():
-    ddp, optimizer = wrap(SmallModel())
-    everything = train_step(ddp, optimizer, [rows_of(0, 8)])[1]
+def test_c071_a_shared_copy_counts_in_no_norm_and_among_no_zeros():
+    """C071: a tied table is on the first and on the last stage; twice in the norm, clipping was too strong."""
+    rows, counting = torch.tensor([[1, 2, 3, 3, 2, 1]]), dict(log_num_zeros_in_grad=True)
+    _, norm, zeros = train_step(*wrap(SmallModel(), optimizer=counting), [rows])
     model = SmallModel()
     model.embedding.weight.shared = True
-    ddp, optimizer = wrap(model)
-    without = train_step(ddp, optimizer, [rows_of(0, 8)])[1]
-    ddp.zero_grad_buffer()
+    _, norm_without, zeros_without = train_step(*wrap(model, optimizer=counting), [rows])
     model = SmallModel()
-    model.loss(rows_of(0, 8)).backward()
-    assert everything**2 - without**2 == pytest.approx(model.embedding.weight.grad.square().sum().item(), rel=1e-4)
+    model.loss(rows).backward()
+    table = model.embedding.weight.grad
+    assert norm**2 - norm_without**2 == pytest.approx(table.square().sum().item(), rel=1e-4)
+    assert zeros - zeros_without == table.eq(0).sum() >= 70
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
