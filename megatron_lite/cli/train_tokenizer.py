@@ -76,6 +76,8 @@ def _check(args: argparse.Namespace) -> None:
             why="the commonest 1000 characters have a piece",
             fix="leave it out",
         )
+    if args.character_coverage is not None and not 0.98 <= args.character_coverage <= 1:
+        raise ConfigError(f"--character-coverage {args.character_coverage}", fix="give 0.98 to 1")
     for name in ("vocab_size", "sample_bytes", "workers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", fix="give 1 or more")

@@ -6,7 +6,8 @@
     loss_mask   [s]       |      111       |   11    11     |           |    where the next token belongs to an answer
     cu_seqlens            0                a                b ... s          attention and positions stay inside
 
-What does not fit into `sequence_length` is cut off on the right. Records are read in the order of the file.
+What does not fit into `sequence_length` is cut off on the right; a sample that keeps no answer trains nothing, which is
+said when the first one is read. Records are read in the order of the file.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron_lite.datasets.gpt_dataset import GPTDatasetConfig, document_bounda
 from megatron_lite.datasets.megatron_dataset import MegatronDataset
 from megatron_lite.datasets.utils import Split
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.log import warn_rank_0
 
 IGNORE_INDEX = -100  # as the tokenizer marks what is not trained
 _KEYS = ("messages", "conversations")
@@ -128,6 +130,7 @@ class SFTDataset(MegatronDataset):
                 fix="give this split a larger share, or ask for no samples of it",
             )
         self._length = len(indices) if num_samples is None else num_samples
+        self._said = False
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
@@ -151,7 +154,8 @@ class SFTDataset(MegatronDataset):
         number = 0 if idx is None else int(idx)
         if not 0 <= number < self._length:
             raise IndexError(f"sample {idx} of {self._length} of {self.dataset_path}")
-        messages = self.dataset[int(self.indices[number % len(self.indices)])]
+        record = int(self.indices[number % len(self.indices)])
+        messages = self.dataset[record]
         tokens = np.full(s + 1, self._filler(), np.int64)
         targets = np.full(s + 1, IGNORE_INDEX, np.int64)
         filled, lengths = 0, []
@@ -167,6 +171,12 @@ class SFTDataset(MegatronDataset):
             lengths.append(room)
         labels = targets[1:]
         loss_mask = (labels != IGNORE_INDEX).astype(np.float32)
+        if not self._said and not loss_mask.any():
+            self._said = True
+            warn_rank_0(
+                f"record {record + 1} of {self.dataset_path} has no answer in its first {s} tokens: it is read without "
+                "loss, as are others like it (--seq-length, or the file, may be wrong)"
+            )
         if idx is None:
             loss_mask[:] = 0.0
         starts, cu_seqlens, max_seqlen = document_boundaries(lengths, s)

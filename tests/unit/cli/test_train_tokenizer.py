@@ -100,6 +100,8 @@ def test_a_trained_vocabulary_prepares_sentences_for_bert(tmp_path, corpus, caps
     ("words", "error", "message"),
     [
         (["--cased"], ConfigError, "--cased with --model-type bpe"),
+        (["--character-coverage", "2"], ConfigError, "--character-coverage 2.0"),
+        (["--character-coverage", "nan"], ConfigError, "--character-coverage nan"),
         (["--model-type", "wordpiece", "--character-coverage", "1"], ConfigError, "--character-coverage 1.0"),
         (["--vocab-size", "0"], ConfigError, "--vocab-size 0"),
         (["--model-type", "wordpiece", "--vocab-size", "20"], DataError, "--vocab-size 20 leaves nothing to learn"),

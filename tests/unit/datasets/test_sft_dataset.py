@@ -99,6 +99,16 @@ def test_what_does_not_fit_is_cut_on_the_right(tmp_path, s):
     assert cut["cu_seqlens"].tolist() == [min(int(end), s) for end in whole["cu_seqlens"][: s + 1]]
 
 
+def test_a_sample_without_an_answer_is_said_once(tmp_path, capsys):
+    path = write(tmp_path / "c.jsonl", [chat("10", "20"), chat("10 11 12 13", "20"), chat("10 11 12 13", "20")])
+    dataset = samples(path, sequence_length=4)
+    assert dataset[0]["loss_mask"].any() and "no answer" not in capsys.readouterr().out
+    assert not any(dataset[i]["loss_mask"].any() for i in (1, 2))
+    said = capsys.readouterr()
+    (line,) = [line for line in (said.out + said.err).splitlines() if "no answer" in line]
+    assert f"record 2 of {path} has no answer in its first 4 tokens" in line
+
+
 def test_records_come_in_order_again_and_again_and_are_split(tmp_path):
     path = write(tmp_path / "c.jsonl", [chat(str(10 + i), "20") for i in range(10)])
     train, valid, _ = build(
