@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_lite.checkpointing import folders, sharded
 from megatron_lite.checkpointing.folders import Which
 from megatron_lite.checkpointing.plain_values import from_bytes, to_bytes, to_json
-from megatron_lite.checkpointing.sharded import Tensors
+from megatron_lite.checkpointing.sharded import Boxes, Tensors
 from megatron_lite.collectives import all_gather_object, broadcast_object, group_rank
 from megatron_lite.errors import CheckpointError
 
@@ -38,7 +38,7 @@ class Content:
     for metadata.json.
     """
 
-    tensors: Tensors
+    tensors: Tensors | Mapping[str, Boxes]
     objects: Mapping[str, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -53,21 +53,21 @@ def write_checkpoint(root: Path, which: Which, content: Content, group: ProcessG
     """
     temporary = on_rank_0(lambda: folders.begin(root, which), group)
     try:
-        sharded.write(temporary, content.tensors, content.objects, group)
-        return on_rank_0(lambda: _finish(temporary, root, which, content), group)
+        checksums = sharded.write(temporary, content.tensors, content.objects, group)
+        return on_rank_0(lambda: _finish(temporary, root, which, content, checksums), group)
     except BaseException:
         if group_rank(group) == 0:
             folders.abandon(temporary)
         raise
 
 
-def _finish(temporary: Path, root: Path, which: Which, content: Content) -> Path:
+def _finish(temporary: Path, root: Path, which: Which, content: Content, checksums: dict[str, str]) -> Path:
     common = to_bytes(dict(content.common), COMMON)
     args = json.dumps(to_json(dict(content.args)), indent=1, sort_keys=True)
     with folders.explained(f"save to {root}"):
         folders.write_file(temporary / COMMON, common)
         folders.write_file(temporary / ARGS, (args + "\n").encode())
-    return folders.publish(temporary, root, which, dict(content.description))
+    return folders.publish(temporary, root, which, dict(content.description), checksums)
 
 
 def read_common(folder: Path) -> dict[str, Any]:
@@ -99,13 +99,17 @@ def read_tensors(
     *,
     expected: Callable[[str], bool] = lambda key: True,
     strict: bool = True,
+    padded: Callable[[str], bool] = lambda key: False,
 ) -> list[str]:
     """`sharded.read` on every rank of `group`, which knows what the other ranks ask for and fails on all or none."""
     names: set[str] = set()
     if group is not None:
         names = names.union(*all_gather_object(sorted(tensors), group, purpose="checkpoint names"))
     return together(
-        lambda: sharded.read(folder, tensors, expected=expected, strict=strict, requested_elsewhere=names), group
+        lambda: sharded.read(
+            folder, tensors, expected=expected, strict=strict, requested_elsewhere=names, padded=padded
+        ),
+        group,
     )
 
 

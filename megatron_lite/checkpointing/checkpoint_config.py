@@ -30,6 +30,9 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = flag(None, "Folder to fine-tune from when --load has no checkpoint.")
     exit_on_missing_checkpoint: bool = flag(False, "Stop instead of starting from random weights.")
     use_checkpoint_args: bool = flag(False, "Take the model's shape from the checkpoint.")
+    verify_integrity: bool = flag(
+        False, "Compare the checksums of a checkpoint's files before it is loaded. They are always saved."
+    )
     ckpt_format: str = flag(
         "torch_dist", "Format on disk. torch_dist: sharded files, read under any layout.", choices=CKPT_FORMATS
     )

@@ -4,7 +4,7 @@
       iter_0000010/                         complete, or it would not have this name
         __0_0.distcp ... .metadata          tensors of all ranks, states of random generators (sharded.py)
         common.pt  args.json                what all ranks share (checkpoint.py)
-        metadata.json                       format, iteration, size of every file; written last
+        metadata.json                       format, iteration, size and checksum of every file; written last
       .iter_0000020.tmp-3f2a9c1d/           a save at work, or what is left of a killed one
       latest_checkpointed_iteration.txt     "10": the tracker, which a load follows
 
@@ -22,7 +22,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -146,15 +147,27 @@ def begin(root: Path, which: Which) -> Path:
         return temporary
 
 
-def publish(temporary: Path, root: Path, which: Which, description: dict[str, Any]) -> Path:
+def publish(
+    temporary: Path,
+    root: Path,
+    which: Which,
+    description: dict[str, Any],
+    checksums: Mapping[str, str] | None = None,
+) -> Path:
     """Give a completely written temporary folder its name, and point the tracker to it.
 
     Args:
-        description: goes into metadata.json, beside the sizes of all files.
+        description: goes into metadata.json, beside the sizes and checksums of all files.
+        checksums: of files that were summed while they were written; the others are read again.
     Raises: CheckpointError. Before the rename nothing has changed for readers.
     """
     with explained(f"save to {root}"):
-        files = {path.name: {"size": path.stat().st_size} for path in sorted(temporary.iterdir())}
+        known = checksums or {}
+        files = {
+            path.name: {"size": path.stat().st_size, "crc32": known.get(path.name) or checksum(path)}
+            for path in sorted(temporary.iterdir())
+            if path.name != MANIFEST
+        }
         manifest = {
             "sharded_backend": "torch_dist",  # Megatron's two keys, by which its tools know the kind of folder
             "sharded_backend_version": 1,
@@ -230,6 +243,54 @@ def _aside(root: Path, which: Which, state: str) -> Path:
     return root / f".{folder_name(which)}.{state}-{secrets.token_hex(4)}"
 
 
+# -- integrity ---------------------------------------------------------------------------------------------------
+
+
+def checksum(path: Path, advance: Callable[[int], object] = lambda count: None) -> str:
+    """CRC-32 of a file in 8 hexadecimal digits: it finds damage by chance, not by intent. Raises: OSError.
+
+    Args:
+        advance: told the bytes that were read since the last call.
+    """
+    total = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(8 << 20):
+            total = zlib.crc32(block, total)
+            advance(len(block))
+    return f"{total:08x}"
+
+
+def damaged_files(
+    folder: Path,
+    names: Iterable[str],
+    manifest: Mapping[str, Any],
+    advance: Callable[[int], object] = lambda count: None,
+) -> list[str]:
+    """Which of these files do not have the bytes that were saved, and how; files without a checksum pass."""
+    damage = []
+    for name in names:
+        wanted = manifest["files"][name].get("crc32")
+        if wanted is None:
+            continue
+        try:
+            found = checksum(folder / name, advance)
+        except OSError as error:
+            damage.append(f"{name}: {error.strerror}")
+            continue
+        if found != wanted:
+            damage.append(f"{name} has the checksum {found} instead of {wanted}")
+    return damage
+
+
+def damaged(folder: Path, damage: list[str]) -> CheckpointError:
+    """The error for files that are not those that were saved."""
+    return CheckpointError(
+        f"{folder} is damaged: {'; '.join(damage[:5])}" + (f"; and {len(damage) - 5} more" if damage[5:] else ""),
+        why="the files are not those that were saved: a torn copy, or a failing disk",
+        fix=f"--ckpt-step with another one; in {folder.parent} there are: {_list(complete_iterations(folder.parent))}",
+    )
+
+
 # -- loading -----------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +329,12 @@ def complete_iterations(root: Path) -> list[int]:
         if match and (path / MANIFEST).is_file():
             found.append(int(match[1]))
     return sorted(found)
+
+
+def incomplete(root: Path) -> list[str]:
+    """Names in `root` of saves that were killed or are at work, and of checkpoints without a description."""
+    torn = [p.name for p in root.glob("iter_*") if p.is_dir() and not (p / MANIFEST).is_file()]
+    return sorted([*torn, *(p.name for p in root.iterdir() if _LEFTOVER.fullmatch(p.name))])
 
 
 def find(root: Path, which: Which) -> Path:
@@ -328,11 +395,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if size != facts["size"]:
             damage.append(f"{name} has {size} bytes instead of {facts['size']}")
     if damage:
-        raise CheckpointError(
-            f"{folder} is damaged: {'; '.join(damage[:5])}" + (f"; and {len(damage) - 5} more" if damage[5:] else ""),
-            why="the files are not those that were saved: a torn copy, or a failing disk",
-            fix=fix,
-        )
+        raise damaged(folder, damage)
     return manifest
 
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_lite.errors import CheckpointError
 
-_READ_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError, OSError)
+READ_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError, OSError)
 
 
 def to_json(value: Any) -> Any:
@@ -48,7 +48,7 @@ def to_bytes(value: Any, what: str) -> bytes:
         torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except (AttributeError, TypeError, *_READ_ERRORS) as error:
+    except (AttributeError, TypeError, *READ_ERRORS) as error:
         raise CheckpointError(
             f"{what} cannot be saved: {_first_line(error)}",
             why="a checkpoint holds numbers, text, lists, dicts and tensors, so that reading one runs no code",
@@ -63,7 +63,7 @@ def from_bytes(data: bytes, what: str) -> Any:
     """
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         raise CheckpointError(
             f"cannot read {what}: {_first_line(error)}",
             why="the file is damaged, or it holds more than plain values and tensors",

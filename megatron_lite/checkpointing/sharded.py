@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -59,7 +62,7 @@ from megatron_lite.checkpointing.folders import explain
 from megatron_lite.checkpointing.mismatch import describe_mismatch
 from megatron_lite.checkpointing.plain_values import from_bytes, to_bytes
 from megatron_lite.errors import CheckpointError
-from megatron_lite.sharding import Piece, ShardSpec
+from megatron_lite.sharding import Piece, ShardSpec, whole
 
 INDEX = ".metadata"
 
@@ -103,6 +106,28 @@ class Boxes:
         return view_of_piece(self.tensor, self.pieces[tuple(index.offset)])
 
 
+def _boxes(value: tuple[Tensor, ShardSpec] | Boxes) -> Boxes:
+    return value if isinstance(value, Boxes) else Boxes(*value)
+
+
+class LateTensor(Boxes):
+    """A whole tensor that is made at the moment it is written and dropped afterwards.
+
+    Args:
+        facts: its shape and dtype.
+        make: makes it; called once.
+    """
+
+    def __init__(self, name: str, facts: SavedTensor, make: Callable[[], Tensor]):
+        super().__init__(torch.empty(facts.shape, dtype=facts.dtype, device="meta"), whole(name, facts.shape))
+        self._make = make
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        tensor = self._make()
+        assert tensor.shape == self.size and tensor.dtype == self.tensor.dtype, (index, tensor.shape, tensor.dtype)
+        return tensor
+
+
 def view_of_piece(tensor: Tensor, piece: Piece) -> Tensor:
     """One box of a rank's tensor, as a view of the box's shape."""
     if len(piece.local_offset) == tensor.dim() == len(piece.shape):
@@ -114,7 +139,9 @@ def view_of_piece(tensor: Tensor, piece: Piece) -> Tensor:
 # -- writing -----------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, tensors: Tensors, objects: Mapping[str, Any], group: ProcessGroup | None) -> None:
+def write(
+    folder: Path, tensors: Tensors | Mapping[str, Boxes], objects: Mapping[str, Any], group: ProcessGroup | None
+) -> dict[str, str]:
     """Write this rank's boxes and objects to the (new, shared) `folder`; collective over `group`.
 
     Args:
@@ -122,18 +149,35 @@ def write(folder: Path, tensors: Tensors, objects: Mapping[str, Any], group: Pro
             the tensor exactly.
         objects: plain values (see plain_values.py) under keys that no other rank uses.
         group: the ranks that save; None: this one alone, no process group needed.
+    Returns: on rank 0, the checksum of every file of tensors, taken from the bytes on their way to the disk.
     Raises: CheckpointError, the same on every rank.
     """
-    state: dict[str, Any] = {key: Boxes(tensor, spec) for key, (tensor, spec) in sorted(tensors.items())}
+    state: dict[str, Any] = {key: _boxes(tensors[key]) for key in sorted(tensors)}
     state |= objects
-    with _one_error(f"save to {folder}"):
+    writer = _Writer(folder)
+    with _one_error(f"save to {folder}"), _no_checksums_of_records():
         dcp.save(
             state,
-            storage_writer=_Writer(folder),
+            storage_writer=writer,
             planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
         )
+    return writer.checksums
+
+
+@contextmanager
+def _no_checksums_of_records() -> Iterator[None]:
+    """torch.save puts a checksum into each record of its archive, which torch.load never looks at: saves that pass.
+
+    The manifest has a checksum of the whole file instead, so that each byte is still summed once.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -178,12 +222,44 @@ def _check_agreement(items: Iterable[WriteItem]) -> None:
         assert first == facts, f"{item.index.fqn}: ranks hold {first} and {facts} under one name"
 
 
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """What a rank tells rank 0 of an item: its place, and the checksum of the file that holds it."""
+
+    checksum: str = ""
+
+
+class _SummedFile:
+    """A new file that sums its bytes as they pass."""
+
+    def __init__(self, file: io.BufferedWriter):
+        self._file, self._sum = file, 0
+
+    def write(self, data: Any) -> int:
+        self._sum = zlib.crc32(data, self._sum)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def checksum(self) -> str:
+        return f"{self._sum:08x}"
+
+
 class _Writer(FileSystemWriter):
-    """DCP's writer (one file a rank, flushed) with errors that say what the file system did."""
+    """DCP's writer, one file a rank, flushed and summed, with errors that say what the file system did.
+
+    Tensors are made, written and dropped one by one, where DCP's own loop keeps them all until the file ends.
+    """
 
     def __init__(self, folder: Path):
         super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
         self._folder = folder
+        self.checksums: dict[str, str] = {}  # on rank 0, after the save
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not self._folder.is_dir():
@@ -198,12 +274,42 @@ class _Writer(FileSystemWriter):
         return None  # it would only hold the temporary name
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
         try:
-            return super().write_data(plan, planner)
+            done.set_result(self._write_items(plan, planner))
         except (OSError, RuntimeError) as error:
             raise _explain_write(error, self._folder) from error
+        return done
+
+    def _write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        if not plan.items:
+            return []
+        name = f"{plan.storage_data.prefix}0.distcp"
+        places = []
+        with open(self._folder / name, "wb") as raw:
+            file = _SummedFile(raw)
+            for item in plan.items:
+                begin = file.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, Tensor):
+                    data = data.detach().cpu()
+                    if data.untyped_storage().nbytes() != data.nbytes:
+                        data = data.clone()  # a view: torch.save would write all of what it looks at
+                    torch.save(data, file)  # type: ignore[arg-type]
+                else:
+                    file.write(data.getbuffer())
+                del data
+                places.append((item.index, begin, file.tell() - begin))
+            raw.flush()
+            os.fsync(raw.fileno())
+        return [
+            _Written(index, length, _StorageInfo(name, begin, length), file.checksum) for index, begin, length in places
+        ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for result in (result for of_rank in results for result in of_rank):
+            assert isinstance(result, _Written), type(result)
+            self.checksums[result.storage_data.relative_path] = result.checksum
         try:
             super().finish(metadata, results)
         except (OSError, RuntimeError) as error:
@@ -230,6 +336,8 @@ def read(
     expected: Callable[[str], bool] = lambda key: True,
     strict: bool = True,
     requested_elsewhere: Iterable[str] = (),
+    padded: Callable[[str], bool] = lambda key: False,
+    reader: Reader | None = None,
 ) -> list[str]:
     """Fill this rank's tensors in place; only the boxes that overlap them are read. Not collective.
 
@@ -239,33 +347,54 @@ def read(
         expected: keys of the checkpoint that some rank should ask for. One that nobody asks for is an error.
         strict: False: missing keys keep their values, unexpected ones are left, both are returned.
         requested_elsewhere: keys that other ranks ask for.
+        padded: keys whose last rows are padding: they may have more or fewer rows in the checkpoint. Rows of both are
+            read, further ones of ours become zero.
+        reader: of this folder, kept by who reads it tensor by tensor.
     Returns: without `strict`, the keys that did not match.
     Raises: CheckpointError naming all missing, unexpected and differently shaped tensors, before anything is changed.
     """
-    reader = _Reader(folder)
+    reader = reader or Reader(folder)
     index = reader.read_metadata().state_dict_metadata
     saved = {key: item for key, item in index.items() if isinstance(item, TensorStorageMetadata)}
     requested = {*tensors, *requested_elsewhere}
     missing = sorted(tensors.keys() - saved.keys())
     unexpected = sorted(key for key in saved.keys() - requested if expected(key))
-    shapes = {}
+    shapes, recut = {}, {}
     for key in tensors.keys() & saved.keys():
         tensor, spec = tensors[key]
         there = saved[key]
-        if tuple(there.size) != tuple(spec.global_shape) or _kind(there.properties.dtype) != _kind(tensor.dtype):
+        if padded(key) and there.size != torch.Size(spec.global_shape) and there.size[1:] == spec.global_shape[1:]:
+            recut[key] = there.size[0]
+        elif tuple(there.size) != tuple(spec.global_shape) or _kind(there.properties.dtype) != _kind(tensor.dtype):
             here = SavedTensor(tuple(spec.global_shape), tensor.dtype)
             shapes[key] = (SavedTensor(tuple(there.size), there.properties.dtype), here)
     if shapes or (strict and (missing or unexpected)):
         raise describe_mismatch(folder, missing, unexpected, {key: _both(*pair) for key, pair in shapes.items()})
-    wanted = {key: Boxes(*tensors[key]) for key in sorted(tensors) if key in saved}
+    wanted = {
+        key: Boxes(tensors[key][0], _rows_below(recut[key], tensors[key][1]) if key in recut else tensors[key][1])
+        for key in sorted(tensors)
+        if key in saved
+    }
+    for key in recut:
+        tensors[key][0].detach().zero_()
     with _one_error(f"load {folder}"):
         dcp.load(wanted, storage_reader=reader, planner=_LoadPlanner(False, False), no_dist=True)
     return missing + unexpected
 
 
+def _rows_below(rows: int, spec: ShardSpec) -> ShardSpec:
+    """The part of a rank's tensor that a tensor of so many rows has too."""
+    pieces = []
+    for piece in spec.pieces:
+        kept = min(piece.shape[0], rows - piece.global_offset[0])
+        if kept > 0:
+            pieces.append(Piece(piece.global_offset, piece.local_offset, (kept, *piece.shape[1:])))
+    return ShardSpec(spec.name, (rows, *spec.global_shape[1:]), tuple(pieces))
+
+
 def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
     """Key -> global shape and dtype of every tensor in the checkpoint."""
-    index = _Reader(folder).read_metadata().state_dict_metadata
+    index = Reader(folder).read_metadata().state_dict_metadata
     return {
         key: SavedTensor(tuple(item.size), item.properties.dtype)
         for key, item in index.items()
@@ -273,15 +402,20 @@ def saved_tensors(folder: Path) -> dict[str, SavedTensor]:
     }
 
 
+def saved_files(folder: Path) -> set[str]:
+    """Names of the files in which the index places something."""
+    return {place.relative_path for place in Reader(folder).read_metadata().storage_data.values()}
+
+
 def saved_objects(folder: Path) -> list[str]:
     """Keys of the plain objects in the checkpoint."""
-    index = _Reader(folder).read_metadata().state_dict_metadata
+    index = Reader(folder).read_metadata().state_dict_metadata
     return sorted(key for key, item in index.items() if isinstance(item, BytesStorageMetadata))
 
 
 def read_object(folder: Path, key: str) -> Any:
     """One plain object. Raises: CheckpointError; KeyError when there is none of that key."""
-    place = _Reader(folder).read_metadata().storage_data[MetadataIndex(key)]
+    place = Reader(folder).read_metadata().storage_data[MetadataIndex(key)]
     try:
         with open(folder / place.relative_path, "rb") as file:
             file.seek(place.offset)
@@ -321,7 +455,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
-class _Reader(FileSystemReader):
+class Reader(FileSystemReader):
     """DCP's reader that runs no code, reads a saved box once, and names the file that is damaged."""
 
     _index: Metadata | None = None

@@ -10,7 +10,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.log import print_rank_0
 
 # What makes a checkpoint's weights mean something else. Most of these show in no tensor's shape.
-_MODEL = (
+MODEL_ARGUMENTS = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -35,11 +35,20 @@ _MODEL = (
     "openai_gelu",
     "untie_embeddings_and_output_weights",
 )
-# What makes its token numbers mean something else.
+# What makes its token numbers mean something else: when all of these agree, only the padding can differ.
+_TOKENS = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_size",
+    "vocab_extra_ids",
+    "tokenizer_special_tokens",
+)
 _VOCABULARY = ("tokenizer_type", "make_vocab_size_divisible_by", "padded_vocab_size")
 # Taken with --use-checkpoint-args beside these, though they may change from run to run.
 _TAKEN = (
-    *_MODEL,
+    *MODEL_ARGUMENTS,
     "seq_length",
     "max_position_embeddings",
     "rotary_base",
@@ -54,6 +63,7 @@ _TAKEN = (
     "window_size",
     "window_attn_skip_freq",
     "no_rope_freq",
+    "bias_gelu_fusion",  # its kernels take the tanh form of GELU
     "glu_linear_offset",
     "activation_func_clamp_value",
     "tokenizer_type",
@@ -112,6 +122,11 @@ def take_args(args: Namespace, saved: dict[str, Any]) -> None:
             setattr(args, name, there)
 
 
+def has_vocabulary_of(args: Namespace, saved: dict[str, Any]) -> bool:
+    """Whether the checkpoint's tokens are this run's, so that rows beyond them are padding on both sides."""
+    return all(name in saved and to_json(getattr(args, name, None)) == saved[name] for name in _TOKENS)
+
+
 def check_args(args: Namespace, saved: dict[str, Any], folder: object, *, finetune: bool) -> None:
     """Refuse a checkpoint whose weights would mean something else in this model.
 
@@ -119,7 +134,9 @@ def check_args(args: Namespace, saved: dict[str, Any], folder: object, *, finetu
         finetune: another vocabulary is the user's wish then, and shows in the shapes.
     Raises: CheckpointError naming every argument that differs.
     """
-    names = [*_MODEL, *(() if finetune else _VOCABULARY)]
+    names = [*MODEL_ARGUMENTS, *(() if finetune else _VOCABULARY)]
+    if not finetune and has_vocabulary_of(args, saved):  # the padding is cut anew
+        names.remove("padded_vocab_size")
     if getattr(args, "position_embedding_type", None) == "learned_absolute" and not finetune:
         names.append("max_position_embeddings")
     if not getattr(args, "group_query_attention", True):

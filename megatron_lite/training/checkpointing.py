@@ -40,7 +40,7 @@ from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.sharding import ShardSpec, whole
-from megatron_lite.training.checkpoint_args import args_to_save, check_args, take_args
+from megatron_lite.training.checkpoint_args import args_to_save, check_args, has_vocabulary_of, take_args
 from megatron_lite.training.global_vars import get_args
 from megatron_lite.training.progress_file import append_progress, saved_message
 from megatron_lite.training.rng_state import find_state, get_rng_state, layout_of, set_rng_state, state_name
@@ -164,7 +164,9 @@ def load_checkpoint(
     kind = "release" if found.which == "release" else "distributed"
     at = "" if found.which == "release" else f" at iteration {found.which}"
     print_rank_0(f" loading {kind} checkpoint from {found.root}{at}")
-    on_rank_0(lambda: folders.read_manifest(folder), group)
+    manifest = on_rank_0(lambda: folders.read_manifest(folder), group)
+    if args.verify_integrity:
+        _compare_checksums(folder, manifest, group)
     common, saved_args = together(lambda: (read_common(folder), read_args(folder)), group)
     check_args(args, saved_args, folder, finetune=found.weights_only)
 
@@ -183,7 +185,18 @@ def load_checkpoint(
     def expected(name: str) -> bool:
         return with_optimizer or not name.startswith(_OPTIMIZER)
 
-    left = read_tensors(folder, merge(tensors), group, expected=expected, strict=strict)
+    same_vocabulary = has_vocabulary_of(args, saved_args)
+    if same_vocabulary and args.padded_vocab_size != saved_args.get("padded_vocab_size"):
+        print_rank_0(
+            f"NOTE: the vocabulary is padded to {args.padded_vocab_size} rows, in the checkpoint to "
+            f"{saved_args.get('padded_vocab_size')}: padding is cut anew. Padded rows take part in the softmax, so the "
+            f"loss is another than with --padded-vocab-size {saved_args.get('padded_vocab_size')}"
+        )
+
+    def padded(name: str) -> bool:
+        return same_vocabulary and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+
+    left = read_tensors(folder, merge(tensors), group, expected=expected, strict=strict, padded=padded)
     if left:
         print_rank_0(f"tensors that only the run or only the checkpoint has: {', '.join(left)}")
     if optimizer is not None:
@@ -204,6 +217,18 @@ def load_checkpoint(
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
     print_rank_0(f"  successfully loaded checkpoint from {found.root} {_place(groups)} at iteration {iteration}")
     return iteration, operations
+
+
+def _compare_checksums(folder: Path, manifest: dict[str, Any], group: Any) -> None:
+    """`--verify-integrity`: the ranks share the files. Raises: CheckpointError, on every rank."""
+    mine = sorted(manifest["files"])[group_rank(group) :: group_size(group)]
+
+    def compare() -> None:
+        damage = folders.damaged_files(folder, mine, manifest)
+        if damage:
+            raise folders.damaged(folder, damage)
+
+    together(compare, group)
 
 
 def load_args_from_checkpoint(args: Namespace, load_arg: str = "load") -> None:

@@ -123,7 +123,7 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         "--save FOLDER",
     ),
     (
-        "--no-load-optim --no-load-rng --finetune",
+        "--no-load-optim --no-load-rng --finetune --verify-integrity",
         lambda a: bool(a.load or a.pretrained_checkpoint),
         "--load FOLDER",
     ),

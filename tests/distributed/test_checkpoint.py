@@ -82,7 +82,7 @@ def test_no_tensor_travels_between_ranks_in_a_save(world, tmp_path):
 
 def _failing_save(root, failing_rank, stage):
     group, rank = collectives.world(), dist.get_rank()
-    real_begin, real_publish, real_write = folders.begin, folders.publish, sharded._Writer.write_data
+    real_begin, real_publish = folders.begin, folders.publish
 
     def refuse(*args):
         raise OSError(28, "No space left on device")
@@ -99,7 +99,7 @@ def _failing_save(root, failing_rank, stage):
         elif stage == "bug":
             folders.publish = lambda *args: [][1]
         elif stage == "write":
-            sharded.FileSystemWriter.write_data, original = refuse, sharded.FileSystemWriter.write_data
+            sharded._SummedFile.write, original = refuse, sharded._SummedFile.write
     try:
         content = Content(tensors=_mine(dist.get_world_size(), rank, fill=False))
         write_checkpoint(root, 6, content, group)
@@ -111,8 +111,7 @@ def _failing_save(root, failing_rank, stage):
     finally:
         folders.begin, folders.publish = real_begin, real_publish
         if rank == failing_rank and stage == "write":
-            sharded.FileSystemWriter.write_data = original
-        assert sharded._Writer.write_data is real_write
+            sharded._SummedFile.write = original
 
 
 @pytest.mark.parametrize("rank, stage", [(0, "begin"), (0, "write"), (1, "write"), (0, "publish")])

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+import zlib
 
 import pytest
 
@@ -27,7 +28,8 @@ def test_a_saved_checkpoint_has_megatrons_names(tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "20"
     manifest = json.loads((folder / "metadata.json").read_text())
     assert manifest["sharded_backend"] == "torch_dist" and manifest["iteration"] == 20 and manifest["note"] == "n"
-    assert manifest["files"] == {"data": {"size": 1}}
+    crc = zlib.crc32((folder / "data").read_bytes())
+    assert manifest["files"] == {"data": {"size": 1, "crc32": f"{crc:08x}"}}
     assert _hidden(tmp_path) == []
 
 

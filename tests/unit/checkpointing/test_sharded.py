@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_lite.checkpointing import sharded
 from megatron_lite.errors import CheckpointError
-from megatron_lite.sharding import Piece, ShardSpec, split, whole
+from megatron_lite.sharding import Piece, ShardSpec, flat_range, split, whole
 from tests.unit.checkpointing.ranks import cut, emptied, flat, replicated, write_as_ranks
 
 DTYPES = [
@@ -251,7 +251,7 @@ def test_a_hostile_index_runs_nothing(saved, tmp_path):
 def test_hostile_data_runs_nothing(saved, tmp_path):
     """The bytes where a tensor or an object should lie hold a pickle that makes a folder."""
     path = next(saved.glob("*.distcp"))
-    index = sharded._Reader(saved).read_metadata()
+    index = sharded.Reader(saved).read_metadata()
     evil = tmp_path / "evil.pt"
     torch.save(_Hostile(tmp_path / "owned"), evil)
     path.write_bytes(evil.read_bytes())
@@ -268,3 +268,29 @@ def test_hostile_data_runs_nothing(saved, tmp_path):
 def _new(folder: Path) -> Path:
     folder.mkdir()
     return folder
+
+
+# -- padding -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.data())
+def test_padded_rows_are_cut_anew_for_whole_and_flat_parts(saved_rows, rows, data):
+    """What both have is read, the rest is zero: also where a rank holds a flat range that begins within a row."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        there = torch.arange(1.0, saved_rows * 3 + 1).view(saved_rows, 3)
+        sharded.write(folder, {"w": (there, whole("w", (saved_rows, 3)))}, {}, None)
+        begin = data.draw(st.integers(0, rows * 3))
+        end = data.draw(st.integers(begin, rows * 3))
+        full, flat = torch.full((rows, 3), 9.0), torch.full((end - begin,), 9.0)
+        spec = whole("w", (rows, 3))
+        for tensor, at in ((full, spec), (flat, flat_range(spec, begin, end))):
+            sharded.read(folder, {"w": (tensor, at)}, padded=lambda key: key == "w")
+        want = torch.zeros(rows, 3)
+        kept = min(rows, saved_rows)
+        want[:kept] = there[:kept]
+        assert torch.equal(full, want) and torch.equal(flat, want.view(-1)[begin:end])
+        if rows != saved_rows:
+            with pytest.raises(CheckpointError, match="of another shape"):
+                sharded.read(folder, {"w": (full, spec)})

@@ -555,3 +555,18 @@ def test_another_padding_of_the_vocabulary_names_the_flag_that_helps():
     with pytest.raises(CheckpointError) as error:
         check_args(Namespace(padded_vocab_size=51200), {"padded_vocab_size": 50304}, "x", finetune=False)
     assert error.value.fix == "--padded-vocab-size 50304"
+
+
+def test_with_verify_integrity_a_turned_bit_stops_the_load(saved):
+    """Sizes do not show it, and torch reads it as a number."""
+    folder, run = saved
+    path = next((folder / "iter_0000010").glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    where = data.find(run.state()["first.weight"].numpy().tobytes())
+    assert where > 0
+    data[where] ^= 1
+    path.write_bytes(data)
+    Run("--load", folder).load()
+    with pytest.raises(CheckpointError, match=rf"{path.name} has the checksum .* instead of"):
+        Run("--load", folder, "--verify-integrity").load()
+    assert Run("--load", folder, "--verify-integrity", "--ckpt-step", 5).load()[0] == 5

@@ -30,7 +30,7 @@ PENDING = {
     "async save": 5,
     "attention variants": 5,
     "bert": 5,
-    "checkpoints": 20,
+    "checkpoints": 19,
     "cp": 3,
     "diagnostics": 14,
     "fp8": 12,

@@ -1,0 +1,300 @@
+"""GPT families of Hugging Face in our names and arguments: tables that are read in both directions.
+
+    weights    a row: our name <- form - their names     "linear_qkv <- Qkv - q_proj, k_proj, v_proj"
+    shape      a setting: their key of config.json <-> our flag and argument
+    family     rows, settings, and what else must hold for the family to mean the same arithmetic
+
+A form joins their tensors into ours and divides ours into theirs; it moves numbers and never changes one, so a model
+that goes out and comes back is the same to the bit. Forms also run on tensors of the meta device, which gives all
+shapes before anything is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.errors import ConfigError
+
+Args = Mapping[str, Any]  # arguments of a run, by name, in JSON's types
+Config = Mapping[str, Any]  # a config.json
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What forms and shapes depend on."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    groups: int
+    head: int
+    vocabulary: int  # tokens: the rows of their embedding
+    padded: int  # rows of ours
+    positions: int
+
+    @classmethod
+    def of(cls, args: Args, vocabulary: int) -> Sizes:
+        """Of a run's arguments and the tokens that its vocabulary really has."""
+        heads = args["num_attention_heads"]
+        return cls(
+            layers=args["num_layers"],
+            hidden=args["hidden_size"],
+            inner=args["ffn_hidden_size"],
+            heads=heads,
+            groups=args["num_query_groups"] if args["group_query_attention"] else heads,
+            head=args["kv_channels"],
+            vocabulary=vocabulary,
+            padded=args["padded_vocab_size"],
+            positions=args["max_position_embeddings"],
+        )
+
+    def shape(self, words: str) -> tuple[int, ...]:
+        """`"qkv h"` -> (rows of the fused projection, hidden)."""
+        values = {
+            "h": self.hidden,
+            "f": self.inner,
+            "2f": 2 * self.inner,
+            "q": self.heads * self.head,
+            "qkv": (self.heads + 2 * self.groups) * self.head,
+            "d": self.head,
+            "v": self.padded,
+            "s": self.positions,
+        }
+        return tuple(values[word] for word in words.split())
+
+
+# -- forms: theirs <-> ours ----------------------------------------------------------------------------------------
+
+
+class Same:
+    """One tensor, as it is."""
+
+    @staticmethod
+    def join(parts: Iterator[Tensor], sizes: Sizes) -> Tensor:
+        (part,) = parts
+        return part
+
+    @staticmethod
+    def divide(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
+        return [tensor]
+
+
+class Transposed:
+    """GPT-2 keeps weights as `[in, out]`."""
+
+    @staticmethod
+    def join(parts: Iterator[Tensor], sizes: Sizes) -> Tensor:
+        (part,) = parts
+        return part.t()
+
+    @staticmethod
+    def divide(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
+        return [tensor.t()]
+
+
+class Qkv:
+    """q `[np hn, ...]`, k and v `[ng hn, ...]` <-> per query group: its query heads, its key, its value."""
+
+    @staticmethod
+    def join(parts: Iterator[Tensor], sizes: Sizes) -> Tensor:
+        per_group, size = sizes.heads // sizes.groups, sizes.head
+        out = None
+        places = slice(0, per_group), slice(per_group, per_group + 1), slice(per_group + 1, None)
+        for part, rows in zip(parts, places):
+            if out is None:  # one after the other: only one of the three is in memory beside the result
+                out = part.new_empty(sizes.groups, per_group + 2, size, *part.shape[1:])
+            out[:, rows] = part.reshape(sizes.groups, -1, size, *part.shape[1:])
+            del part
+        assert out is not None
+        return out.flatten(0, 2)
+
+    @staticmethod
+    def divide(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
+        per_group = sizes.heads // sizes.groups
+        grouped = tensor.view(sizes.groups, per_group + 2, sizes.head, *tensor.shape[1:])
+        parts = grouped[:, :per_group], grouped[:, per_group : per_group + 1], grouped[:, per_group + 1 :]
+        return [part.flatten(0, 2) for part in parts]
+
+
+class FusedQkv:
+    """GPT-2: `[h, 3 h]` or `[3 h]`, all queries, then all keys, then all values."""
+
+    @staticmethod
+    def join(parts: Iterator[Tensor], sizes: Sizes) -> Tensor:
+        (part,) = parts
+        return Qkv.join(iter(part.t().chunk(3)), sizes)
+
+    @staticmethod
+    def divide(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
+        return [torch.cat(Qkv.divide(tensor, sizes)).t()]
+
+
+class Stacked:
+    """Two matrices with as many rows, one on the other: [gate; up]."""
+
+    @staticmethod
+    def join(parts: Iterator[Tensor], sizes: Sizes) -> Tensor:
+        first = next(parts)
+        out = first.new_empty(2, *first.shape)
+        out[0] = first
+        del first
+        out[1] = next(parts)
+        return out.flatten(0, 1)
+
+    @staticmethod
+    def divide(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
+        return list(tensor.chunk(2))
+
+
+class Vocabulary:
+    """Rows of tokens, and zeros in ours up to the padded size."""
+
+    @staticmethod
+    def join(parts: Iterator[Tensor], sizes: Sizes) -> Tensor:
+        (part,) = parts
+        if sizes.padded == part.shape[0]:
+            return part
+        out = part.new_zeros(sizes.padded, *part.shape[1:])
+        out[: part.shape[0]] = part
+        return out
+
+    @staticmethod
+    def divide(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
+        return [tensor[: sizes.vocabulary]]
+
+
+Form = type[Same] | type[Transposed] | type[Qkv] | type[FusedQkv] | type[Stacked] | type[Vocabulary]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of our tensors and those of theirs that it is made of; `{}` stands for the number of the layer.
+
+    shape: of ours, in the words of `Sizes.shape`. when: the argument that must be on for the tensor to exist.
+    """
+
+    ours: str
+    form: Form
+    theirs: Sequence[str]
+    shape: str
+    when: Callable[[Args], bool] = lambda args: True
+
+
+@dataclass(frozen=True)
+class Link:
+    """A row for one layer."""
+
+    ours: str
+    form: Form
+    theirs: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def _untied(args: Args) -> bool:
+    return bool(args["untie_embeddings_and_output_weights"])
+
+
+def _biases(args: Args) -> bool:
+    return bool(args["add_bias_linear"])
+
+
+def _qkv_bias(args: Args) -> bool:
+    return bool(args["add_bias_linear"] or args["add_qkv_bias"])
+
+
+def _head_norms(args: Args) -> bool:
+    return bool(args["qk_layernorm"])
+
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_OURS = "decoder.layers.{}."
+_T, _M = "transformer.h.{}.", "model.layers.{}."
+
+GPT2_ROWS = (
+    Row(_EMBEDDING, Vocabulary, ["transformer.wte.weight"], "v h"),
+    Row("embedding.position_embeddings.weight", Same, ["transformer.wpe.weight"], "s h"),
+    *(
+        row
+        for kind, turned, fused in (("weight", Transposed, " h"), ("bias", Same, ""))
+        for row in (
+            Row(_OURS + f"input_layernorm.{kind}", Same, [_T + f"ln_1.{kind}"], "h"),
+            Row(_OURS + f"self_attention.linear_qkv.{kind}", FusedQkv, [_T + f"attn.c_attn.{kind}"], f"qkv{fused}"),
+            Row(
+                _OURS + f"self_attention.linear_proj.{kind}",
+                turned,
+                [_T + f"attn.c_proj.{kind}"],
+                f"h{fused and ' q'}",
+            ),
+            Row(_OURS + f"pre_mlp_layernorm.{kind}", Same, [_T + f"ln_2.{kind}"], "h"),
+            Row(_OURS + f"mlp.linear_fc1.{kind}", turned, [_T + f"mlp.c_fc.{kind}"], f"f{fused}"),
+            Row(_OURS + f"mlp.linear_fc2.{kind}", turned, [_T + f"mlp.c_proj.{kind}"], f"h{fused and ' f'}"),
+        )
+    ),
+    Row("decoder.final_layernorm.weight", Same, ["transformer.ln_f.weight"], "h"),
+    Row("decoder.final_layernorm.bias", Same, ["transformer.ln_f.bias"], "h"),
+    Row(_OUTPUT, Vocabulary, ["lm_head.weight"], "v h", _untied),
+)
+LLAMA_ROWS = (
+    Row(_EMBEDDING, Vocabulary, ["model.embed_tokens.weight"], "v h"),
+    Row(_OURS + "input_layernorm.weight", Same, [_M + "input_layernorm.weight"], "h"),
+    Row(
+        _OURS + "self_attention.linear_qkv.weight",
+        Qkv,
+        [_M + f"self_attn.{x}_proj.weight" for x in "qkv"],
+        "qkv h",
+    ),
+    Row(
+        _OURS + "self_attention.linear_qkv.bias",
+        Qkv,
+        [_M + f"self_attn.{x}_proj.bias" for x in "qkv"],
+        "qkv",
+        _qkv_bias,
+    ),
+    Row(_OURS + "self_attention.q_layernorm.weight", Same, [_M + "self_attn.q_norm.weight"], "d", _head_norms),
+    Row(_OURS + "self_attention.k_layernorm.weight", Same, [_M + "self_attn.k_norm.weight"], "d", _head_norms),
+    Row(_OURS + "self_attention.linear_proj.weight", Same, [_M + "self_attn.o_proj.weight"], "h q"),
+    Row(_OURS + "self_attention.linear_proj.bias", Same, [_M + "self_attn.o_proj.bias"], "h", _biases),
+    Row(_OURS + "pre_mlp_layernorm.weight", Same, [_M + "post_attention_layernorm.weight"], "h"),
+    Row(_OURS + "mlp.linear_fc1.weight", Stacked, [_M + f"mlp.{x}_proj.weight" for x in ("gate", "up")], "2f h"),
+    Row(_OURS + "mlp.linear_fc1.bias", Stacked, [_M + f"mlp.{x}_proj.bias" for x in ("gate", "up")], "2f", _biases),
+    Row(_OURS + "mlp.linear_fc2.weight", Same, [_M + "mlp.down_proj.weight"], "h f"),
+    Row(_OURS + "mlp.linear_fc2.bias", Same, [_M + "mlp.down_proj.bias"], "h", _biases),
+    Row("decoder.final_layernorm.weight", Same, ["model.norm.weight"], "h"),
+    Row(_OUTPUT, Vocabulary, ["lm_head.weight"], "v h", _untied),
+)
+
+
+def links(rows: Sequence[Row], args: Args, sizes: Sizes) -> list[Link]:
+    """The rows that exist in a model with these arguments, layer by layer."""
+    wanted = [row for row in rows if row.when(args)]
+    layered = [row for row in wanted if "{}" in row.ours]
+    before = [row for row in wanted[: wanted.index(layered[0])]]
+    after = [row for row in wanted[wanted.index(layered[-1]) + 1 :]]
+
+    def link(row: Row, layer: int = 0) -> Link:
+        theirs = tuple(name.format(layer) for name in row.theirs)
+        return Link(row.ours.format(layer), row.form, theirs, sizes.shape(row.shape))
+
+    inner = [link(row, layer) for layer in range(sizes.layers) for row in layered]
+    return [*map(link, before), *inner, *map(link, after)]
+
+
+# Buffers that older versions of transformers saved among the weights: masks and angles, which follow from the shape.
+_BUFFERS = re.compile(r"(h\.\d+\.attn\.(bias|masked_bias)|self_attn\.rotary_emb\.inv_freq)$")
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of theirs is no weight, but follows from the shape."""
+    return _BUFFERS.search(name) is not None
+
+
+def refuse(what: str, why: str, fix: str = "a model without it") -> ConfigError:
+    """The error for a model that cannot be said in the other side's words."""
+    return ConfigError(what, why=why, fix=fix)
