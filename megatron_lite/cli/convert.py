@@ -59,6 +59,13 @@ def import_model(source: Path, root: Path, tokenizer: Path | None, dtype: torch.
     Returns: the folder of the checkpoint.
     Raises: ConfigError, CheckpointError, DataError.
     """
+    tracked = folders.read_tracker(root)
+    if isinstance(tracked, int):
+        raise ConfigError(
+            f"--save-dir {root} holds the checkpoints of a run, the latest of iteration {tracked}",
+            why="a converted model would take the place of the latest one",
+            fix="--save-dir with a folder of its own",
+        )
     config = read_json(source / CONFIG)
     family = family_of(config)
     rows = config.get("vocab_size")
@@ -333,6 +340,12 @@ def main(argv: Sequence[str]) -> int:
     """The verb."""
     args, flags = build_parser().parse_known_args(list(argv))
     dtype = _DTYPES[args.dtype] if args.dtype else None
+    if not args.load_dir.is_dir():
+        raise ConfigError(
+            f"--load-dir {args.load_dir} is no folder",
+            why="nothing is downloaded here",
+            fix="a Hugging Face model on disk (config.json and safetensors files), or a folder of checkpoints",
+        )
     inwards = (args.load_dir / CONFIG).is_file()
     if inwards:
         for spelling, value in (("--ckpt-step", args.ckpt_step), ("--hf-model-type", args.hf_model_type)):

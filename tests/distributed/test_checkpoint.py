@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite import collectives
-from megatron_lite.checkpointing import folders, sharded
+from megatron_lite.checkpointing import dcp_files, folders, sharded
 from megatron_lite.checkpointing.checkpoint import Content, read_tensors, write_checkpoint
 from megatron_lite.errors import CheckpointError
 from megatron_lite.sharding import split, whole
@@ -99,7 +99,7 @@ def _failing_save(root, failing_rank, stage):
         elif stage == "bug":
             folders.publish = lambda *args: [][1]
         elif stage == "write":
-            sharded._SummedFile.write, original = refuse, sharded._SummedFile.write
+            dcp_files.SummedFile.write, original = refuse, dcp_files.SummedFile.write
     try:
         content = Content(tensors=_mine(dist.get_world_size(), rank, fill=False))
         write_checkpoint(root, 6, content, group)
@@ -111,7 +111,7 @@ def _failing_save(root, failing_rank, stage):
     finally:
         folders.begin, folders.publish = real_begin, real_publish
         if rank == failing_rank and stage == "write":
-            sharded._SummedFile.write = original
+            dcp_files.SummedFile.write = original
 
 
 @pytest.mark.parametrize("rank, stage", [(0, "begin"), (0, "write"), (1, "write"), (0, "publish")])

@@ -22,7 +22,7 @@ def write_as_ranks(folder: Path, ranks: list[Tensors], objects: list[dict[str, A
         state |= objects[rank] if objects else {}
         planner = sharded._SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, None, rank == 0)
-        writer = sharded._Writer(folder)
+        writer = sharded.Writer(folder)
         writer.set_up_storage_writer(rank == 0)
         planners.append(planner)
         writers.append(writer)
