@@ -176,7 +176,7 @@ NAMES: dict[str, dict[str, str]] = {
     "datasets.blended_megatron_dataset_config": {
         "BlendedMegatronDatasetConfig": "random_seed sequence_length blend split"
     },
-    "datasets.utils": {"Split": "", "get_blend_from_list": "blend"},
+    "datasets.utils": {"Split": "", "get_blend_from_list": "blend", "compile_helpers": ""},
     "training": {
         "pretrain": (
             "train_valid_test_dataset_provider model_provider model_type forward_step_func process_non_loss_data_func "

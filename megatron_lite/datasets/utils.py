@@ -16,6 +16,10 @@ class Split(Enum):
     test = 2
 
 
+def compile_helpers() -> None:
+    """Megatron's scripts call it before they build indices. Here indices are numpy's work: nothing is compiled."""
+
+
 def normalize(weights: Sequence[float]) -> list[float]:
     """The weights divided by their float64 sum, as Python floats."""
     values = np.array(weights, dtype=np.float64)
