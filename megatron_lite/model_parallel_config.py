@@ -101,6 +101,7 @@ class ModelParallelConfig:
     delay_wgrad_compute: bool = flag(
         False, "Zero-bubble schedule: compute weight gradients while the pipeline's other stages are waited for."
     )
+    num_microbatches_with_partial_activation_checkpoints: int | None = None  # the others recompute everything
     weight_grad_store: Any = None  # made by the zero-bubble schedule: where layers put products off
     defer_embedding_wgrad_compute: bool = flag(
         False,

@@ -199,7 +199,7 @@ class Executor:
 
     def _recomputes_all(self, action: Action) -> bool | None:
         """Whether this micro-batch recomputes everything; None: the configuration does not distinguish."""
-        kept = getattr(self.config, "num_microbatches_with_partial_activation_checkpoints", None)
+        kept = self.config.num_microbatches_with_partial_activation_checkpoints
         return None if kept is None else action.microbatch % self.recompute_window >= kept
 
     def _loss(self, output: Tensor, loss_func: Callable[..., Any]) -> Tensor:

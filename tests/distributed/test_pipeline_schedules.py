@@ -301,6 +301,31 @@ def test_another_length_than_promised(world):
         world(2).run(_wrong_length)
 
 
+def _told_to_recompute():
+    config = make_config(num_microbatches_with_partial_activation_checkpoints=1)
+    model, told = Stack(config, [dist.get_rank()]), []
+
+    def forward_step(iterator, model, checkpoint_activations_microbatch):
+        told.append(checkpoint_activations_microbatch)
+        return model(next(iterator)), squared
+
+    get_forward_backward_func(2)(
+        forward_step_func=forward_step,
+        data_iterator=iter([batch_of(m) for m in range(4)]),
+        model=model,
+        num_microbatches=4,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+        pg_collection=ProcessGroupCollection(pp=collectives.world()),
+    )
+    return told
+
+
+def test_some_microbatches_recompute_everything(world):
+    """Of the micro-batches in flight on a stage (two on the first, one on the last) all but one."""
+    assert world(2).run(_told_to_recompute) == [[False, True, False, True], [False] * 4]
+
+
 class Gone(Exception):
     """Stands for the end of a process."""
 
