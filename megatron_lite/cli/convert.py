@@ -336,10 +336,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _refuse_words_of_megatrons_tool(flags: Sequence[str]) -> None:
+    for word in flags:
+        name = word.split("=")[0]
+        if name.startswith("--target-"):
+            raise ConfigError(name, why="a checkpoint here has no layout: any run reads its part of it", fix="without")
+        if name in ("--loader", "--saver", "--model-type", "--checkpoint-type", "--model-size"):
+            why = f"what lies in --load-dir says it: {CONFIG} there means a Hugging Face model"
+            raise ConfigError(name, why=why, fix="without")
+
+
 def main(argv: Sequence[str]) -> int:
     """The verb."""
     args, flags = build_parser().parse_known_args(list(argv))
     dtype = _DTYPES[args.dtype] if args.dtype else None
+    _refuse_words_of_megatrons_tool(flags)
     if not args.load_dir.is_dir():
         raise ConfigError(
             f"--load-dir {args.load_dir} is no folder",

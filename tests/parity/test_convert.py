@@ -436,6 +436,9 @@ def test_a_runs_folder_is_no_place_for_a_converted_model_and_a_name_is_no_folder
     run("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "ours")
     with pytest.raises(ConfigError, match="full is not empty"):
         run("--load-dir", tmp_path / "ours", "--save-dir", tmp_path / "full")
+    for flag, words in (("--target-tensor-parallel-size", "has no layout"), ("--saver", "in --load-dir says it")):
+        with pytest.raises(ConfigError, match=words):
+            run("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "new", flag, "2")
     with pytest.raises(ConfigError, match="unknown: --seq-length 8"):
         run("--load-dir", tmp_path / "ours", "--save-dir", tmp_path / "back", "--seq-length", 8)
 
