@@ -121,8 +121,17 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
             sys.path[:] = path  # the caller's own folder may be new
             collectives.COUNTERS.clear()
             process_groups_config.register_process_groups(None)  # nothing is left of the call before
+            _destroy_groups()
             try:
                 function, args = pickle.loads(work)
                 pipe.send((None, function(*args)))
             except BaseException:
                 pipe.send((traceback.format_exc(), None))
+
+
+def _destroy_groups() -> None:
+    """End all groups but that of all ranks: each has a thread that wakes 100 times a second as long as it lives."""
+    collectives.forget_groups()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

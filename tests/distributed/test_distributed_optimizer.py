@@ -29,14 +29,11 @@ from tests.unit.optimizer.models import SmallModel, rows_of, train_step, wrap
 SAMPLES = 16
 SHARDED = dict(use_distributed_optimizer=True)
 OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
-_MADE = {}
 
 
 def _groups(instances=1):
-    """Groups of pure data parallelism; made once for each world, since communicators stay."""
-    if instances not in _MADE:
-        _MADE[instances] = make_process_groups(*grids(dist.get_world_size()), optimizer_instances=instances)
-    return _MADE[instances]
+    """The groups of a data-parallel world; a world ends them with the function that made them."""
+    return make_process_groups(*grids(dist.get_world_size()), optimizer_instances=instances)
 
 
 def _my_rows(step, microbatches):
