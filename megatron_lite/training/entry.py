@@ -16,7 +16,7 @@ from megatron_lite.training.launch import read_launch
 
 # A rank that lost another one knows less than the launcher, which ends all ranks when it sees who ended first. So it
 # holds its message back: the guilty rank's error is the first in the log, and mostly the only one.
-_WITNESS_WAITS_S = 5.0
+_WITNESS_WAITS_S = 10
 
 
 def pretrain(
