@@ -79,6 +79,22 @@ def test_c076_c092_c093_stages_train_as_one_process(matrix, layout):
     agrees(matrix, layout)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_c076_tied_copies_stay_bit_equal_for_20_steps(matrix, overlap):
+    """C076: the first and the last stage's table, with and without overlapped communication."""
+    layout = _row(
+        pp=2,
+        dp=2,
+        distributed_optimizer=overlap,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        flags=("--num-layers", "4", "--global-batch-size", "4", "--train-iters", "20"),
+    )
+    run = matrix.record(layout, 20)
+    assert run.copies["last weights"] == (0.0, "")
+    assert run.losses[-1]["lm loss"] < run.losses[0]["lm loss"]
+
+
 # From as many micro-batches as stages to three times as many and one.
 @pytest.mark.parametrize(
     "layout",
