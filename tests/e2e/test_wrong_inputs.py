@@ -56,7 +56,7 @@ CASES = {
     "no micro-batch size": Wrong(["--micro-batch-size"], without=("--micro-batch-size",)),
     "two number formats": Wrong(["--fp16", "--bf16"], words("--fp16 --bf16")),
     "warm-up longer than the decay": Wrong(["--lr-warmup-iters"], words("--lr-warmup-iters 9 --lr-decay-iters 3")),
-    "a flag refused for good": Wrong(["--use-tp-pp-dp-mapping"], words("--use-tp-pp-dp-mapping")),
+    "a flag refused for good": Wrong(["--perform-rl-step"], words("--perform-rl-step")),
     "save folder is a file": Wrong(["--save", "{file}"], words("--save {file}")),
     "save folder below a file": Wrong(["--save", "{file}/save"], words("--save {file}/save")),
     "missing load folder": Wrong(["--load", "/nowhere/run"], words("--load /nowhere/run")),
