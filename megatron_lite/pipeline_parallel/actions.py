@@ -221,14 +221,17 @@ def make_schedule(
     return [shape(stages, num_microbatches, rank) for rank in ranks]
 
 
-def check_microbatch_groups(num_microbatches: int, stages: int, group: int) -> None:
-    """An interleaved schedule needs stages <= group <= micro-batches, and a last group of at least `stages`.
-
-    Raises: ConfigError with the numbers and two ways out.
-    """
+def fall_into_groups(num_microbatches: int, stages: int, group: int) -> bool:
+    """Whether an interleaved schedule takes them: stages <= group <= micro-batches, the last group 0 or >= stages."""
     last = num_microbatches % group
-    if stages <= group <= num_microbatches and (last == 0 or last >= stages):
+    return stages <= group <= num_microbatches and (last == 0 or last >= stages)
+
+
+def check_microbatch_groups(num_microbatches: int, stages: int, group: int) -> None:
+    """Raises ConfigError, with the numbers and two ways out, unless `fall_into_groups`."""
+    if fall_into_groups(num_microbatches, stages, group):
         return
+    last = num_microbatches % group
     raise ConfigError(
         f"{num_microbatches} micro-batches (global batch / micro batch / data-parallel size) on {stages} interleaved "
         f"stages, {group} to a group",

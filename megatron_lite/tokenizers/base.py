@@ -157,19 +157,23 @@ class MegatronTokenizer(ABC):
 
     @property
     def pad(self) -> int:
-        self._missing("pad")
+        return self._named("pad")
 
     @property
     def cls(self) -> int:
-        self._missing("cls")
+        return self._named("cls")
 
     @property
     def sep(self) -> int:
-        self._missing("sep")
+        return self._named("sep")
 
     @property
     def mask(self) -> int:
-        self._missing("mask")
+        return self._named("mask")
+
+    def _named(self, name: str) -> int:
+        """The id of `pad`, `cls`, `sep` or `mask`, for libraries that know them by name."""
+        self._missing(name)
 
     def _missing(self, name: str) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} has no {name} token")

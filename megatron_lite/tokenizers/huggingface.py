@@ -97,22 +97,6 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     def bos(self) -> int:
         return self._named("bos")
 
-    @property
-    def pad(self) -> int:
-        return self._named("pad")
-
-    @property
-    def cls(self) -> int:
-        return self._named("cls")
-
-    @property
-    def sep(self) -> int:
-        return self._named("sep")
-
-    @property
-    def mask(self) -> int:
-        return self._named("mask")
-
     def _named(self, name: str) -> int:
         id = self.special_tokens_dict.get(f"{name}_token")
         return self._missing(name) if id is None else id

@@ -126,22 +126,6 @@ class TikTokenizer(MegatronTokenizer):
     def bos(self) -> int:
         return self._special["<s>"]
 
-    @property
-    def pad(self) -> int:
-        return self._named("pad")
-
-    @property
-    def cls(self) -> int:
-        return self._named("cls")
-
-    @property
-    def sep(self) -> int:
-        return self._named("sep")
-
-    @property
-    def mask(self) -> int:
-        return self._named("mask")
-
     def _named(self, name: str) -> int:
         id = self._special.get(f"<{name}>")
         return self._missing(name) if id is None else id

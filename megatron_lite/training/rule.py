@@ -83,3 +83,13 @@ def missing(name: str) -> Rule:
 def named(**names: str) -> bool | dict[str, Any]:
     """Broken where there is something to name."""
     return names if all(names.values()) else False
+
+
+def reported(problem_of: Callable[[Namespace], ConfigError | None]) -> Rule:
+    """The error that a check of the library gives, told with the others."""
+
+    def problem(a: Namespace) -> bool | dict[str, Any]:
+        found = problem_of(a)
+        return False if found is None else {"what_": found.what, "why_": found.why, "fix_": found.fix}
+
+    return Rule(problem, "{what_}", "{why_}", "{fix_}")

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.pipeline_parallel.actions import fall_into_groups
 from megatron_lite.pipeline_parallel.stage_layout import stage_layout
 from megatron_lite.rank_grid import nearest_multiples
 from megatron_lite.tokenizers.build_tokenizer import missing_fields
 from megatron_lite.tokenizers.tokenizer_config import NOT_FOR_TEXT
 from megatron_lite.training.derived import gradients_are_fp32, horizon, phase_transitions, problem_of_batch
-from megatron_lite.training.rule import Rule, exclusive, flag_of, named, positive
+from megatron_lite.training.rule import Rule, exclusive, flag_of, named, positive, reported
 
 
 def _misplaced(a: Namespace) -> bool | dict[str, Any]:
@@ -52,10 +53,10 @@ def _ungrouped(a: Namespace) -> bool | dict[str, Any]:
     microbatches = a.global_batch_size // (a.micro_batch_size * a.data_parallel_size)
     stages = a.pipeline_model_parallel_size
     group = a.microbatch_group_size_per_virtual_pipeline_stage or stages
-    last = microbatches % group
-    if stages <= group <= microbatches and (last == 0 or last >= stages):
+    if fall_into_groups(microbatches, stages, group):
         return False
-    return {"group": group, "microbatches": microbatches, "last": last, "rounded": max(1, -(-microbatches // group))}
+    rounded = max(1, -(-microbatches // group))
+    return {"group": group, "microbatches": microbatches, "last": microbatches % group, "rounded": rounded}
 
 
 def _formats(a: Namespace, is_meant: Callable[[str], bool]) -> str:
@@ -375,15 +376,7 @@ DERIVED: tuple[Rule, ...] = (
         "rounded down to a multiple of {unit} nothing is left",
         "--global-batch-size {unit}",
     ),
-    Rule(
-        lambda a: (
-            (problem := problem_of_batch(a)) is not None
-            and {"what_": problem.what, "why_": problem.why, "fix_": problem.fix}
-        ),
-        "{what_}",
-        "{why_}",
-        "{fix_}",
-    ),
+    reported(problem_of_batch),
     Rule(
         lambda a: (
             bool(a.eval_global_batch_size)
@@ -398,15 +391,7 @@ DERIVED: tuple[Rule, ...] = (
         "every rank evaluates the same number of micro-batches, so micro-batch * dp = {unit} divides the batch",
         "--eval-global-batch-size {unit}, or another multiple",
     ),
-    Rule(
-        lambda a: (
-            (problem := _problem_of_phases(a)) is not None
-            and {"what_": problem.what, "why_": problem.why, "fix_": problem.fix}
-        ),
-        "{what_}",
-        "{why_}",
-        "{fix_}",
-    ),
+    reported(_problem_of_phases),
     # -- shape
     Rule(
         lambda a: (
