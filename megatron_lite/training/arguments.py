@@ -237,7 +237,7 @@ def validate_args(args: argparse.Namespace, world_size: int | None = None) -> ar
         args.world_size = world_size
     problems = rules.broken(rules.GIVEN, args)
     notices, warnings = derived.derive(args)
-    problems += rules.broken(rules.DERIVED, args)
+    problems += rules.broken(rules.DERIVED, args) + rules.problems_of_experts(args)
     if problems:
         raise command_line.joined(problems)
     for warning in warnings:

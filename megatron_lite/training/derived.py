@@ -16,6 +16,7 @@ from megatron_lite.num_microbatches_calculator import (
     parse_step_batch_size_schedule,
 )
 from megatron_lite.pipeline_parallel.stage_layout import parse_layout
+from megatron_lite.transformer.moe.moe_config import derive_moe
 
 
 def derive(args: Namespace) -> tuple[list[str], list[str]]:
@@ -27,6 +28,7 @@ def derive(args: Namespace) -> tuple[list[str], list[str]]:
     warnings: list[str] = []
     _derive_layout(args, warnings)
     _derive_shape(args)
+    _derive_experts(args, warnings)
     _derive_batch(args, notices)
     _derive_evaluation_batch(args)
     _derive_length(args)
@@ -225,6 +227,20 @@ def _derive_shape(args: Namespace) -> None:
         args.add_qkv_bias = True
     else:
         args.bias_gelu_fusion = False
+
+
+def _derive_experts(args: Namespace, warnings: list[str]) -> None:
+    derive_moe(args)
+    if not args.num_experts:
+        return
+    if args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+        warnings.append(f"--moe-ffn-hidden-size is not given: an expert is {args.ffn_hidden_size} wide, as a dense MLP")
+    if args.num_experts >= 32 and args.moe_router_dtype is None:
+        warnings.append(
+            f"a router over {args.num_experts} experts computes in the model's number format; "
+            "--moe-router-dtype fp32 is steadier"
+        )
 
 
 def _derive_batch(args: Namespace, notices: list[str]) -> None:

@@ -14,6 +14,7 @@ from megatron_lite.config import flag
 from megatron_lite.errors import ConfigError
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.transformer.enums import AttnBackend
+from megatron_lite.transformer.moe.moe_config import MoEConfig, moe_problems
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,8 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")  # more come with the laye
 
 
 @dataclass(kw_only=True)
-class TransformerConfig(ModelParallelConfig):
-    """Depth, widths, normalisation, activation, attention, dropout, initial values, recompute."""
+class TransformerConfig(MoEConfig, ModelParallelConfig):
+    """Depth, widths, normalisation, activation, attention, experts, dropout, initial values, recompute."""
 
     # -- shape
     num_layers: int = flag(None, "Number of transformer layers.")
@@ -152,6 +153,7 @@ class TransformerConfig(ModelParallelConfig):
     def _derive_shape(self) -> None:
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
+        self._derive_moe()
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.num_query_groups is None:
@@ -243,6 +245,7 @@ class TransformerConfig(ModelParallelConfig):
                 )
         for name in ("no_rope_freq", "window_attn_skip_freq"):
             yield from self._problems_of_pattern(name)
+        yield from moe_problems(self)
         yield from self._problems_of_recompute()
 
     def _problems_of_pattern(self, name: str) -> Iterator[ConfigError]:

@@ -1,0 +1,10 @@
+"""Mixture of experts: a router sends each token to a few of many MLPs."""
+
+from megatron_lite.faces import lazy_face
+
+__getattr__, __dir__, __all__ = lazy_face(
+    __name__,
+    {
+        "moe_config": ["MoEConfig"],
+    },
+)
