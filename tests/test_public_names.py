@@ -171,6 +171,17 @@ NAMES: dict[str, dict[str, str]] = {
         "GPTDatasetConfig": "random_seed sequence_length blend split path_to_cache tokenizer eod_mask_loss",
         "MockGPTDataset": "",
     },
+    "datasets.masked_dataset": {
+        "MaskedWordPieceDataset": "indexed_dataset dataset_path indexed_indices num_samples index_split config",
+        "MaskedWordPieceDatasetConfig": (
+            "masking_probability short_sequence_probability masking_max_ngram masking_do_full_word "
+            "masking_do_permutation masking_use_longer_ngrams masking_use_geometric_distribution"
+        ),
+    },
+    "datasets.bert_dataset": {
+        "BERTMaskedWordPieceDataset": "indexed_dataset dataset_path indexed_indices num_samples index_split config",
+        "BERTMaskedWordPieceDatasetConfig": "random_seed sequence_length masking_probability classification_head",
+    },
     "datasets.blended_dataset": {"BlendedDataset": "datasets weights size config"},
     "datasets.blended_megatron_dataset_builder": {"BlendedMegatronDatasetBuilder": "cls sizes is_built_on_rank config"},
     "datasets.blended_megatron_dataset_config": {
@@ -208,7 +219,6 @@ LATER = [
     "transformer.multi_latent_attention.MLASelfAttention",
     "transformer.multi_token_prediction.MultiTokenPredictionBlock",
     "extensions.transformer_engine.TEColumnParallelLinear",
-    "datasets.bert_dataset.BERTMaskedWordPieceDataset",
     "datasets.t5_dataset.T5MaskedWordPieceDataset",
     "packed_seq_params.PackedSeqParams",
 ]

@@ -11,6 +11,8 @@ __getattr__, __dir__, __all__ = lazy_face(
         "gpt_dataset": ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "MockGPTLowLevelDataset"],
         "fim_dataset": ["GPTFIMDataset", "GPTFIMDatasetConfig"],
         "sft_dataset": ["SFTDataset", "SFTLowLevelDataset"],
+        "masked_dataset": ["MaskedWordPieceDataset", "MaskedWordPieceDatasetConfig"],
+        "bert_dataset": ["BERTMaskedWordPieceDataset", "BERTMaskedWordPieceDatasetConfig"],
         "blended_dataset": ["BlendedDataset"],
         "blended_megatron_dataset_config": [
             "BlendedMegatronDatasetConfig",

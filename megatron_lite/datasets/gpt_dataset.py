@@ -10,8 +10,6 @@ Two ways to keep attention inside a document:
     inter_document_masking    boundaries are where the corpus' documents meet; it carries where they do  cu_seqlens
 """
 
-import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +25,9 @@ from megatron_lite.datasets.index_building import (
     number_of_samples,
     separate_last_epoch,
 )
-from megatron_lite.datasets.index_cache import IndexArrays, IndexCache
+from megatron_lite.datasets.index_cache import IndexArrays, IndexCache, fingerprint
 from megatron_lite.datasets.indexed_dataset import IndexedDataset
-from megatron_lite.datasets.megatron_dataset import MegatronDataset
-from megatron_lite.datasets.object_storage import is_object_storage_path
+from megatron_lite.datasets.megatron_dataset import MegatronDataset, object_storage_folder
 from megatron_lite.datasets.utils import Split
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.log import warn_rank_0
@@ -159,9 +156,7 @@ class GPTDataset(MegatronDataset):
                     why="it lists [sequences, document marks] of every prefix, spelt as in --data-path",
                     fix="add it, or leave the flag out",
                 )
-        idx_folder = config.object_storage_cache_path
-        if idx_folder is None and config.path_to_cache is not None:
-            idx_folder = os.path.join(config.path_to_cache, "object_storage")
+        idx_folder = config.object_storage_cache_path or object_storage_folder(config)
         return IndexedDataset(
             dataset_path, multimodal=False, mmap=config.mmap_bin_files, counts=counts, idx_folder=idx_folder
         )
@@ -273,15 +268,7 @@ class GPTDataset(MegatronDataset):
             assert total == self._length, (total, self._length)
             return documents, samples, build_shuffle_index(total if before is None else before, total, random_state)
 
-        folder = config.path_to_cache
-        if folder is None and self.dataset_path is not None:
-            if is_object_storage_path(self.dataset_path):
-                raise DataError(
-                    f"the index cache of {self.dataset_path} needs a folder on disk",
-                    why="the order of the samples is kept beside a corpus, and this one lies in object storage",
-                    fix="--data-cache-path FOLDER",
-                )
-            folder = os.path.join(self.dataset_path, "cache", f"{type(self).__name__}_indices")
+        folder = self.cache_folder()
         trust = config.fast_cache_load and folder is not None
         cache = IndexCache(
             folder,
@@ -290,7 +277,7 @@ class GPTDataset(MegatronDataset):
             {
                 "add_extra_token_to_sequence": config.add_extra_token_to_sequence,
                 "drop_last_partial_sequence": self._drop,
-                "sequence_lengths": "" if folder is None or trust else _fingerprint(lengths),
+                "sequence_lengths": "" if folder is None or trust else fingerprint(lengths),
             },
             trust=trust,
             defer=config.defer_npy_index_mmap,
@@ -390,11 +377,6 @@ def _token(tokenizer: Any, name: str) -> int | None:
         return getattr(tokenizer, name)
     except (AttributeError, NotImplementedError, DataError, ConfigError):
         return None
-
-
-def _fingerprint(lengths: np.ndarray) -> str:
-    """What the indices know of a corpus: the length of every sequence."""
-    return hashlib.blake2b(np.ascontiguousarray(lengths, "<i4").data, digest_size=16).hexdigest()
 
 
 class MockGPTLowLevelDataset:

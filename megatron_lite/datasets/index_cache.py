@@ -14,6 +14,7 @@ and `defer` maps them at first use. Neither lets an index of another length thro
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import pickle
@@ -254,3 +255,9 @@ def _all_mapped(paths: Sequence[str]) -> _Opened:
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and np.array_equal(a, b)
+
+
+def fingerprint(numbers: np.ndarray) -> str:
+    """Of what an index knows of a corpus: the lengths of its sequences, or where its documents begin."""
+    dtype = "<i4" if numbers.dtype.itemsize <= 4 else "<i8"
+    return hashlib.blake2b(np.ascontiguousarray(numbers, dtype).data, digest_size=16).hexdigest()

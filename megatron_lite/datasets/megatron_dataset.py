@@ -10,6 +10,7 @@ is Megatron-LM's to the letter.
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -19,7 +20,9 @@ import numpy as np
 
 from megatron_lite.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron_lite.datasets.indexed_dataset import IndexedDataset
+from megatron_lite.datasets.object_storage import is_object_storage_path
 from megatron_lite.datasets.utils import Split
+from megatron_lite.errors import DataError
 
 LowLevelDataset = IndexedDataset | Iterable
 
@@ -78,11 +81,31 @@ class MegatronDataset(ABC):
         """Fields of the config that belong to the description, in its order."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
+    def cache_folder(self) -> str | None:
+        """Where the index of this dataset is kept; None: nowhere, as the data are made up.
+
+        Raises: DataError for a corpus in object storage, beside which nothing can be kept.
+        """
+        if self.config.path_to_cache is not None or self.dataset_path is None:
+            return self.config.path_to_cache
+        if is_object_storage_path(self.dataset_path):
+            raise DataError(
+                f"the index cache of {self.dataset_path} needs a folder on disk",
+                why="the order of the samples is kept beside a corpus, and this one lies in object storage",
+                fix="--data-cache-path FOLDER",
+            )
+        return os.path.join(self.dataset_path, "cache", f"{type(self).__name__}_indices")
+
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def __getitem__(self, idx: int | None) -> dict[str, Any]: ...
+
+
+def object_storage_folder(config: BlendedMegatronDatasetConfig) -> str | None:
+    """Where the `.idx` of corpora in object storage are kept; None: in memory."""
+    return None if config.path_to_cache is None else os.path.join(config.path_to_cache, "object_storage")
 
 
 def describe(identifiers: OrderedDict[str, Any]) -> str:
