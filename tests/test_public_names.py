@@ -149,6 +149,20 @@ NAMES: dict[str, dict[str, str]] = {
             "scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection vp_stage"
         )
     },
+    "transformer.moe.moe_layer": {
+        "MoELayer": "config submodules layer_number pg_collection",
+        "MoESubmodules": "experts",
+    },
+    "transformer.moe.router": {"TopKRouter": "config"},
+    "transformer.moe.moe_utils": {
+        "MoEAuxLossAutoScaler": "",
+        "topk_routing_with_score_function": (
+            "logits topk use_pre_softmax num_groups group_topk scaling_factor score_function expert_bias"
+        ),
+        "switch_load_balancing_loss_func": "probs tokens_per_expert total_num_tokens topk num_experts",
+        "z_loss_func": "logits z_loss_coeff",
+        "sinkhorn": "cost tol",
+    },
     "models.gpt.gpt_model": {"GPTModel": "config transformer_layer_spec vocab_size max_sequence_length"},
     "models.gpt.gpt_layer_specs": {
         "get_gpt_layer_local_spec": "num_experts moe_grouped_gemm qk_layernorm",
@@ -215,7 +229,6 @@ LATER = [
     "models.bert.bert_layer_specs.bert_layer_local_spec",
     "models.T5.t5_model.T5Model",
     "models.retro.RetroModel",
-    "transformer.moe.moe_layer.MoELayer",
     "transformer.multi_latent_attention.MLASelfAttention",
     "transformer.multi_token_prediction.MultiTokenPredictionBlock",
     "extensions.transformer_engine.TEColumnParallelLinear",

@@ -6,5 +6,8 @@ __getattr__, __dir__, __all__ = lazy_face(
     __name__,
     {
         "moe_config": ["MoEConfig"],
+        "moe_layer": ["MoELayer", "MoESubmodules"],
+        "router": ["Router", "TopKRouter"],
+        "token_dispatcher": ["MoETokenDispatcher"],
     },
 )

@@ -18,7 +18,7 @@ from megatron_lite.transformer.transformer_config import TransformerConfig
 
 
 def global_names(model: nn.Module) -> dict[str, str]:
-    """Parameter name in this stage's module -> name in the whole model: layers keep their global number.
+    """Parameter or buffer name in this stage's module -> name in the whole model: layers keep their global number.
 
     `decoder.layers.0.mlp...` on a stage that starts at layer 4 is `decoder.layers.4.mlp...`.
     """
@@ -28,7 +28,7 @@ def global_names(model: nn.Module) -> dict[str, str]:
         if number is not None and re.search(r"\.layers\.\d+$", "." + name):
             renamed[name + "."] = re.sub(r"\d+$", str(number - 1), name) + "."
     names = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         match = re.match(r"(.*?\blayers\.\d+\.)", name)
         prefix = match.group(1) if match else ""
         names[name] = renamed.get(prefix, prefix) + name[len(prefix) :]
@@ -53,12 +53,17 @@ class LanguageModule(MegatronModule):
         self.pre_process = self.post_process = True
 
     def name_and_initialize(self) -> None:
-        """At the end of a model's constructor: every parameter gets its global name, then its initial value.
+        """At the end of a model's constructor: all gets its global name, and parameters their initial values.
 
         The copy of a tied embedding on the last stage has the embedding's name, so it starts equal without any
         communication.
         """
-        for name, global_name in global_names(self).items():
+        names, buffers = global_names(self), dict(self.named_buffers())
+        for name, buffer in buffers.items():
+            buffer.shard = whole(names[name], tuple(buffer.shape))  # type: ignore[attr-defined]
+        for name, global_name in names.items():
+            if name in buffers:
+                continue
             param = self.get_parameter(name)
             if self.share_embeddings_and_output_weights and name == "output_layer.weight":
                 global_name = "embedding.word_embeddings.weight"
