@@ -168,6 +168,29 @@ NAMES: dict[str, dict[str, str]] = {
         "get_gpt_layer_local_spec": "num_experts moe_grouped_gemm qk_layernorm",
         "get_gpt_layer_with_transformer_engine_spec": "",
     },
+    "models.T5": {
+        "T5Model": (
+            "config encoder_config transformer_encoder_layer_spec transformer_decoder_layer_spec vocab_size "
+            "max_sequence_length pre_process post_process fp16_lm_cross_entropy parallel_output "
+            "share_embeddings_and_output_weights position_embedding_type rotary_percent seq_len_interpolation_factor "
+            "relative_attention_num_buckets relative_attention_max_distance add_encoder add_decoder pg_collection"
+        )
+    },
+    "models.T5.t5_model": {"T5Model": "config encoder_config", "T5LMHead": "config parallel_output vocab_size"},
+    "models.T5.t5_spec": {
+        "get_t5_encoder_with_local_block_spec": "num_layers",
+        "get_t5_decoder_with_local_block_spec": "num_layers",
+        "get_t5_encoder_with_transformer_engine_block_spec": "",
+        "get_t5_decoder_with_transformer_engine_block_spec": "",
+        "encoder_model_with_local_spec": "",
+        "decoder_model_with_local_spec": "",
+    },
+    "models.common.embeddings.relative_pos_embedding": {
+        "RelativePositionEmbedding": (
+            "bidirectional init_method num_attention_heads relative_attention_num_buckets "
+            "relative_attention_max_distance"
+        )
+    },
     "models.common.language_module.language_module": {"LanguageModule": "config pg_collection"},
     "models.common.embeddings.language_model_embedding": {
         "LanguageModelEmbedding": "config vocab_size max_sequence_length position_embedding_type num_tokentypes"
@@ -227,7 +250,6 @@ NAMES: dict[str, dict[str, str]] = {
 LATER = [
     "models.bert.bert_model.BertModel",
     "models.bert.bert_layer_specs.bert_layer_local_spec",
-    "models.T5.t5_model.T5Model",
     "models.retro.RetroModel",
     "transformer.multi_latent_attention.MLASelfAttention",
     "transformer.multi_token_prediction.MultiTokenPredictionBlock",

@@ -48,7 +48,8 @@ class DistributedDataParallel(nn.Module):
 
     Attributes: grad_buffers: the flat buffers; bucket_groups: what is reduced together, in launching order;
         force_all_reduce: bring gradients to every rank also with a distributed optimizer;
-        modules_after_grad_sync: modules with a method `after_grad_sync(pg_collection)`, called by finalize_model_grads.
+        modules_after_grad_sync: modules with a method `after_grad_sync(pg_collection)`, called by finalize_model_grads;
+        copies_over_stages: the model's, if it has some: global name -> shape of parameters that several stages hold.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class DistributedDataParallel(nn.Module):
             accumulator.register_hook(self._hook(param, self._group_of[param]))
             self._accumulators.append(accumulator)
         self.modules_after_grad_sync: list[Any] = [m for m in module.modules() if hasattr(m, "after_grad_sync")]
+        stated = (getattr(m, "copies_over_stages", None) for m in module.modules())
+        self.copies_over_stages: dict[str, tuple[int, ...]] = next((copies for copies in stated if copies), {})
         self._pre_hooks: list[Any] = []
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()

@@ -5,7 +5,7 @@
     3  tensor-parallel      parameters that all tp ranks hold, but whose gradients come from a part of the sequence: SUM
                             (norms under sequence parallelism, `average_gradients_across_tp_domain`: the mean)
     4  first, last stage    tied word embeddings: both copies' gradients are summed
-    5  stages               learned positions that several stages hold
+    5  stages               learned positions that several stages hold; what a model says that stages have copies of
     6  modules              `after_grad_sync(pg_collection)`, where a module has one: expert biases move, what was
                             counted for this step is forgotten
     7  per-token loss       divide by the number of tokens of all ranks
@@ -58,6 +58,7 @@ def finalize_model_grads(
     with _timed(config, "embedding-grads-all-reduce"):
         _reduce_shared(model, pg_collection.embd, lambda p: getattr(p, "shared_embedding", False))
         _reduce_shared(model, pg_collection.pos_embd, lambda p: getattr(p, "shared_position_embedding", False))
+        _reduce_copies(model, pg_collection.pp)
     for chunk in model:
         for module in chunk.modules_after_grad_sync:
             module.after_grad_sync(pg_collection)
@@ -133,6 +134,31 @@ def _reduce_shared(
         for param in chunk.module.parameters():
             if param.requires_grad and is_shared(param):
                 collectives.all_reduce(reduced_grad(param), group, purpose="shared embedding gradients")
+
+
+def _reduce_copies(model: list[DistributedDataParallel], pp: ProcessGroup | None) -> None:
+    """Sum the gradients of a model's `copies_over_stages`: global name -> shape of what some stages or chunks hold.
+
+    Every stage takes part, with zeros for what it does not hold.
+    """
+    if group_size(pp) == 1 or not model[0].copies_over_stages:
+        return
+    shapes = model[0].copies_over_stages
+    held: dict[str, list[Tensor]] = {name: [] for name in shapes}
+    for chunk in model:
+        for param in chunk.module.parameters():
+            name = param.shard.name if hasattr(param, "shard") else ""
+            if param.requires_grad and name in held:
+                held[name].append(reduced_grad(param))
+    device = next(model[0].parameters()).device
+    sums = [
+        torch.stack(held[name]).float().sum(0) if held[name] else torch.zeros(shape, device=device)
+        for name, shape in shapes.items()
+    ]
+    _all_reduce_together(sums, pp, "sum", "gradients of copies on stages")
+    for name, total in zip(shapes, sums):
+        for grad in held[name]:
+            grad.copy_(total)
 
 
 class _timed:

@@ -105,7 +105,7 @@ class ParamAndGradBuffer:
         self.shard_group = shard_group if ddp_config.num_distributed_optimizer_instances > 1 else group
         self.param_dtype, self.grad_dtype = first.dtype, grad_dtype
         self.layout: BufferLayout = plan_buffer(
-            [ParamSpec(name, p.numel(), getattr(p, "shared_embedding", False)) for name, p in params],
+            [ParamSpec(name, p.numel(), _has_copies(p)) for name, p in params],
             bucket_size,
             group_size(self.shard_group),
             use_distributed_optimizer=sharded,
@@ -178,6 +178,11 @@ class ParamAndGradBuffer:
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a parameter is meant: by a pattern as for file names (`*norm*`), or by `all`."""
     return any(pattern == "all" or fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _has_copies(param: nn.Parameter) -> bool:
+    """Whether other stages hold the parameter too. In a bucket of its own its shards are the same on all of them."""
+    return getattr(param, "shared_embedding", False) or getattr(param, "on_several_stages", False)
 
 
 def reduced_grad(param: nn.Parameter) -> Tensor:

@@ -15,7 +15,8 @@ On NCCL the first message of two ranks in a group sets up their connection, for 
 could be for ever (a stage that receives ahead waits for one that needs its result first), so channels are opened before
 they are used, in the order in which messages would run through the stages.
 
-Shapes are known ahead, or (variable sequence lengths, several tensors between stages) come in a header before them.
+A message is one tensor, or several (an encoder's output beside the decoder's stream), which follow each other on the
+channel. Their shapes are known ahead, or (variable sequence lengths) come in a header before them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class StageLink:
 
     Args:
         group: the pipeline's ranks in order.
-        shape: of an activation, `[s, b, h]` as this rank holds it; None: every message brings a header.
+        shapes: of the tensors of a message, `[s, b, h]` as this rank holds them; None: every message brings a header.
         dtype: of activations; gradients have the same.
         ahead: receives posted per channel before they are asked for. 0: none, communication does not overlap.
         groups: per (forward, around) a group of the same ranks for backends that do not tell messages apart by tags.
@@ -86,7 +87,7 @@ class StageLink:
     group: ProcessGroup
     schedule: Schedule
     chunks: int
-    shape: Shape | None
+    shapes: Sequence[Shape] | None
     dtype: torch.dtype
     device: torch.device
     ahead: int = 1
@@ -151,15 +152,16 @@ class StageLink:
         if target is None:
             return
         channel = self._channel(self.rank, target.rank, target.forward, target.rank)
-        if self.shape is None:
+        if self.shapes is None:
             self._post_send(_header(tensors).to(self.device), channel, target.action, "shapes of activations")
+        given = [tuple(tensor.shape) for tensor in tensors]
+        if self.shapes is not None and given != list(self.shapes):
+            raise ConfigError(
+                f"{action} gave {_spell(given)}",
+                why=f"the next stage expects {_spell(self.shapes)}: the sequence length changes from batch to batch",
+                fix="--variable-seq-lengths",
+            )
         for tensor in tensors:
-            if self.shape is not None and tuple(tensor.shape) != self.shape:
-                raise ConfigError(
-                    f"{action} gave an activation of {list(tensor.shape)}",
-                    why=f"the next stage expects {list(self.shape)}: the sequence length changes from batch to batch",
-                    fix="--variable-seq-lengths",
-                )
             self._post_send(tensor.to(self.dtype), channel, target.action, channel.content)
         if self._one_way:
             self._settle(channel.peer, self._places[channel.peer][target.action] - 2)
@@ -182,7 +184,7 @@ class StageLink:
 
     def post_ahead(self) -> None:
         """Post receives, so that messages travel while this rank computes."""
-        if self.shape is not None:
+        if self.shapes is not None:
             for channel in self._orders:
                 self._post(channel, self.ahead)
 
@@ -208,13 +210,17 @@ class StageLink:
         while len(self._posted[channel]) < upto and self._orders[channel]:
             action = self._orders[channel].popleft()
             incoming = _Incoming(action, [], [])
-            if self.shape is None:
+            if self.shapes is None:
                 incoming.header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
                 self._post_receive(incoming.header, channel, incoming, "shapes of activations")
             else:
-                incoming.tensors = [torch.empty(self.shape, dtype=self.dtype, device=self.device)]
-                self._post_receive(incoming.tensors[0], channel, incoming, channel.content)
+                self._post_tensors(self.shapes, channel, incoming)
             self._posted[channel].append(incoming)
+
+    def _post_tensors(self, shapes: Sequence[Shape], channel: Channel, incoming: _Incoming) -> None:
+        incoming.tensors = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        for tensor in incoming.tensors:
+            self._post_receive(tensor, channel, incoming, channel.content)
 
     def _post_receive(self, x: Tensor, channel: Channel, incoming: _Incoming, purpose: str) -> None:
         with _named(self.rank, f"receiving {channel.content} of {incoming.action} from stage {channel.peer}"):
@@ -227,12 +233,8 @@ class StageLink:
             for handle in incoming.handles:
                 handle.wait()
             if incoming.header is not None:
-                incoming.tensors = [
-                    torch.empty(shape, dtype=self.dtype, device=self.device) for shape in _shapes(incoming.header)
-                ]
                 incoming.handles = []
-                for tensor in incoming.tensors:
-                    self._post_receive(tensor, channel, incoming, channel.content)
+                self._post_tensors(_shapes(incoming.header), channel, incoming)
                 for handle in incoming.handles:
                     handle.wait()
 
@@ -255,6 +257,10 @@ class _named:
         if isinstance(error, PeerLost):
             what = f"pipeline stage {self.rank}, {self.what}: {error.what}"
             raise PeerLost(what, why=error.why, fix=error.fix) from error
+
+
+def _spell(shapes: Sequence[Shape]) -> str:
+    return ("an activation of " if len(shapes) == 1 else "activations of ") + " and ".join(map(str, map(list, shapes)))
 
 
 def _header(tensors: Sequence[Tensor]) -> Tensor:

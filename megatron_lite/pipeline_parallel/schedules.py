@@ -93,12 +93,12 @@ def forward_backward_pipelining_without_interleaving(
     assert len(chunks) == 1, f"without interleaving a stage has one chunk, not {len(chunks)}"
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     config: Any = chunks[0].config
-    _prepare_stores(config)
+    _prepare_stores(chunks)
     schedule = make_schedule(
         group_size(groups.pp), num_microbatches, evaluate=forward_only, zero_bubble=config.delay_wgrad_compute
     )
-    shape = _shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
-    link = _link(config, groups, schedule, 1, shape, chunks[0])
+    shapes = _shapes(chunks[0], groups, seq_length, decoder_seq_length, micro_batch_size)
+    link = _link(config, groups, schedule, 1, shapes, chunks[0])
     return _run(
         forward_step_func, data, chunks, num_microbatches, schedule, groups, link, forward_only, collect_non_loss_data
     )
@@ -127,12 +127,12 @@ def forward_backward_pipelining_with_interleaving(
     config: Any = chunks[0].config
     stages = group_size(groups.pp)
     group = config.microbatch_group_size_per_vp_stage or stages
-    _prepare_stores(config)
+    _prepare_stores(chunks)
     if not forward_only:
         check_microbatch_groups(num_microbatches, stages, group)
     schedule = make_schedule(stages, num_microbatches, len(chunks), group, evaluate=forward_only)
-    shape = _shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
-    link = _link(config, groups, schedule, len(chunks), shape, chunks[0])
+    shapes = _shapes(chunks[0], groups, seq_length, decoder_seq_length, micro_batch_size)
+    link = _link(config, groups, schedule, len(chunks), shapes, chunks[0])
     return _run(
         forward_step_func, data, chunks, num_microbatches, schedule, groups, link, forward_only, collect_non_loss_data
     )
@@ -154,29 +154,55 @@ def get_tensor_shapes(
     return [(length, micro_batch_size, config.hidden_size)]  # type: ignore[attr-defined]
 
 
-def _shape(config: Any, groups: ProcessGroupCollection, length: int, micro_batch_size: int) -> Shape | None:
+def _shapes(
+    chunk: nn.Module, groups: ProcessGroupCollection, length: int, decoder_length: int | None, micro_batch_size: int
+) -> list[Shape] | None:
+    """Of what stages send each other: one tensor, or the encoder's and the decoder's of a model that says
+    `sends_encoder_output`."""
+    config: Any = chunk.config
     if config.variable_seq_lengths:
         return None
-    return get_tensor_shapes(
-        seq_length=length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=None,
-        config=config,
-        tp_group=groups.tp,
-        cp_group=groups.cp,
-    )[0]
+    while not hasattr(chunk, "set_input_tensor"):  # under its wrappers
+        chunk = chunk.module  # type: ignore[assignment]
+    both = getattr(chunk, "sends_encoder_output", False)
+    lengths = [length, decoder_length or length] if both else [decoder_length or length]
+    return [
+        shape
+        for length in lengths
+        for shape in get_tensor_shapes(
+            seq_length=length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=None,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+    ]
 
 
-def _prepare_stores(config: Any) -> None:
-    """Where layers put weight gradients off, for as long as the model lives."""
-    if config.delay_wgrad_compute and config.weight_grad_store is None:
+def _prepare_stores(chunks: list[nn.Module]) -> None:
+    """Where layers put weight gradients off, for as long as the model lives; one store, whosever config a layer has."""
+    config: Any = chunks[0].config
+    late, embedding = config.delay_wgrad_compute, config.defer_embedding_wgrad_compute
+    if not (late and config.weight_grad_store is None) and not (embedding and config.embedding_grad_store is None):
+        return
+    if late:
         config.weight_grad_store = WeightGradStore()
-    if config.defer_embedding_wgrad_compute and config.embedding_grad_store is None:
+    if embedding:
         config.embedding_grad_store = WeightGradStore(config.wgrad_deferral_limit)
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        other: Any = getattr(module, "config", None)
+        if isinstance(other, ModelParallelConfig):
+            other.weight_grad_store, other.embedding_grad_store = config.weight_grad_store, config.embedding_grad_store
 
 
 def _link(
-    config: Any, groups: ProcessGroupCollection, schedule: Schedule, chunks: int, shape: Shape | None, chunk: nn.Module
+    config: Any,
+    groups: ProcessGroupCollection,
+    schedule: Schedule,
+    chunks: int,
+    shapes: list[Shape] | None,
+    chunk: nn.Module,
 ) -> StageLink:
     assert groups.pp is not None, "pipeline schedules need a pipeline group"
     dtype = config.pipeline_dtype or config.params_dtype
@@ -186,7 +212,7 @@ def _link(
         group=groups.pp,
         schedule=schedule,
         chunks=chunks,
-        shape=shape,
+        shapes=shapes,
         dtype=dtype,
         device=next(chunk.parameters()).device,
         ahead=1 if config.overlap_p2p_comm else 0,

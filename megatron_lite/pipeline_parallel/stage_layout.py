@@ -10,30 +10,37 @@ as a layer, because they cost about as much; or by a string:
                         x*n and (...)*n repeat, commas separate nothing and may stand for the eye
 
 Chunks of the string fill the stages in order: chunk i is on stage i mod p, as its chunk i div p.
+
+An encoder and the decoder behind it are placed as one row of layers (`encoder_decoder_layout`).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_lite.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One chunk of one stage. layers: global numbers, counted from 0."""
+    """One chunk of one stage. layers: global numbers, counted from 0. With an encoder beside them: the decoder's."""
 
     layers: range
     embedding: bool = False
     loss: bool = False
     mtp: int = 0
+    encoder: range | None = None
 
     def __str__(self) -> str:
         parts = ["embedding"] if self.embedding else []
-        if self.layers:
-            many = len(self.layers) > 1
-            parts.append(f"layers {self.layers[0]} to {self.layers[-1]}" if many else f"layer {self.layers[0]}")
+        stacks = [("", self.layers)]
+        if self.encoder is not None:
+            stacks = [("encoder ", self.encoder), ("decoder ", self.layers)]
+        for stack, held in stacks:
+            if held:
+                parts.append(stack + (f"layers {held[0]} to {held[-1]}" if len(held) > 1 else f"layer {held[0]}"))
         parts += [f"{self.mtp} prediction modules"] if self.mtp else []
         parts += ["loss"] if self.loss else []
         return ", ".join(parts) or "nothing"
@@ -99,6 +106,67 @@ def stage_layout(
     if count_loss:
         counts[-1][-1] -= 1
     return _fill([[counts[stage][chunk] for stage in range(stages)] for chunk in range(chunks)], mtp_layers)
+
+
+def encoder_decoder_layout(
+    encoder_layers: int,
+    decoder_layers: int,
+    stages: int,
+    chunks: int = 1,
+    split: int | None = None,
+    layout: str | None = None,
+    **ends: Any,
+) -> StageLayout:
+    """Place an encoder and the decoder behind it. Both are one row of layers, which may be cut anywhere.
+
+    Args:
+        split: the first stage of the decoder; each side divides its layers evenly over its stages. None: the row is
+            divided like a single stack, by the other arguments of `stage_layout`. In a layout string every t is a
+            layer, the encoder's come first.
+    Raises: ConfigError as `stage_layout`.
+    """
+    if split is not None:
+        _check_split(encoder_layers, decoder_layers, stages, chunks, split, layout is not None or any(ends.values()))
+        sides = [encoder_layers // split] * split + [decoder_layers // (stages - split)] * (stages - split)
+        placed = _fill([sides], 0)
+    else:
+        placed = stage_layout(encoder_layers + decoder_layers, stages, chunks, layout=layout, **ends)
+
+    def sides_of(cell: Cell) -> Cell:
+        first, end = cell.layers.start, cell.layers.stop
+        encoder = range(min(first, encoder_layers), min(end, encoder_layers))
+        return replace(
+            cell,
+            encoder=encoder,
+            layers=range(max(first - encoder_layers, 0), max(end - encoder_layers, 0)),
+        )
+
+    return StageLayout(tuple(tuple(map(sides_of, row)) for row in placed.cells))
+
+
+def _check_split(
+    encoder_layers: int, decoder_layers: int, stages: int, chunks: int, split: int, placed_otherwise: bool
+) -> None:
+    name = f"--pipeline-model-parallel-split-rank {split}"
+    if placed_otherwise or chunks > 1:
+        raise ConfigError(
+            f"{name} with " + ("another way to place layers" if placed_otherwise else f"{chunks} chunks on a stage"),
+            why="it divides encoder and decoder evenly over the stages before it and from it on, one chunk each",
+            fix="leave it out, or place every layer with --pipeline-model-parallel-layout",
+        )
+    if not 0 < split < stages:
+        raise ConfigError(
+            f"{name} with {stages} pipeline stages",
+            why="it is the first stage of the decoder, and the encoder needs stages before it",
+            fix=f"1 to {stages - 1}" if stages > 1 else "--pipeline-model-parallel-size 2 or more",
+        )
+    for side, layers, many in (("encoder", encoder_layers, split), ("decoder", decoder_layers, stages - split)):
+        if layers % many:
+            raise ConfigError(
+                f"{name}: {layers} {side} layers over {many} of {stages} stages",
+                why=f"{layers} do not divide by {many}",
+                fix="another stage, another number of layers, or --pipeline-model-parallel-layout",
+            )
 
 
 def _even(num_layers: int, stages: int, chunks: int, count_embedding: bool, count_loss: bool) -> list[int]:

@@ -215,7 +215,6 @@ ALIASES: dict[str, Alias] = {
     "--s3-cache-path": _renamed("--object-storage-cache-path"),
     "--encoder-tensor-model-parallel-size": _encoder_size("--tensor-model-parallel-size"),
     "--encoder-pipeline-model-parallel-size": _encoder_size("--pipeline-model-parallel-size"),
-    "--pipeline-model-parallel-split-rank": _encoder_size("--pipeline-model-parallel-size"),
     "--use-custom-fsdp": _means("--use-megatron-fsdp"),
     "--keep-fp8-transpose-cache-when-using-custom-fsdp": _means("--keep-fp8-transpose-cache"),
     "--load-model-opt-format": _removed("there is one format of checkpoints", "leave it out"),

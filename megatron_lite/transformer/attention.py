@@ -164,21 +164,21 @@ class Attention(MegatronModule):
         if context is not None and self.attention_type == "self":
             key, value = context.store(self.layer_number, key, value)
 
-        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
             return self.core_attention(
                 q,
                 k,
                 v,
                 attention_mask,
                 attn_mask_type=self.attn_mask_type,
-                attention_bias=attention_bias,
+                attention_bias=bias,
                 packed_seq_params=packed_seq_params,
             )
 
         if self.recompute_core and self.training:
-            y = checkpoint(core, False, query, key, value)
+            y = checkpoint(core, False, query, key, value, attention_bias)
         else:
-            y = core(query, key, value)
+            y = core(query, key, value, attention_bias)
         return self.linear_proj(y)
 
 

@@ -2,7 +2,7 @@
 
     --attention-backend   implementation                                            what it cannot do
     local                 written out: product, mask, softmax, dropout, product     nothing; it is the reference
-    unfused               batched products with a written-out backward              -
+    unfused               batched products with a written-out backward              sinks (left to local)
     fused                 torch's scaled_dot_product_attention, its own choice      sinks, bias
     flash                 the same, flash kernel only                               sinks, bias; dropout on a CPU
     auto                  the fastest of them that can do what is asked
@@ -157,7 +157,7 @@ class DotProductAttention(MegatronModule):
         """query `[sq, b, np, hn]`, key and value `[sk, b, ng, hn]` -> `[sq, b, np * hn]`.
 
         Args:
-            attention_mask: bool `[b or 1, 1, sq, sk]`, True = hidden.
+            attention_mask: bool `[b or 1, 1, sq or 1, sk]`, True = hidden.
             attn_mask_type: None = the layer's.
             attention_bias: `[b or 1, np, sq, sk]`, added to the scaled scores.
         """
@@ -182,7 +182,7 @@ class DotProductAttention(MegatronModule):
                 if causal and sq > 1:
                     hidden = hidden_outside_window(sq, k.shape[2], (-1, 0), q.device)
                 if backend is AttnBackend.unfused:
-                    y = attention(q, k, v, hidden, self.softmax_scale, dropout)
+                    y = attention(q, k, v, hidden, self.softmax_scale, dropout, attention_bias)
                 else:
                     y = self._written_out(q, k, v, hidden, attention_bias, dropout)
         return y.permute(2, 0, 1, 3).reshape(sq, b, heads * value.shape[-1])
@@ -214,14 +214,16 @@ class DotProductAttention(MegatronModule):
         bias: Tensor | None,
     ) -> AttnBackend:
         """The implementation for this call."""
-        if self.backend is AttnBackend.local or self.sink or bias is not None:
-            if bias is not None and self.backend in (AttnBackend.flash, AttnBackend.fused):
-                raise ConfigError(
-                    f"--attention-backend {self.backend.name} with an attention bias",
-                    why="its kernels take none together with a causal mask",
-                    fix="--attention-backend auto",
-                )
+        if bias is not None and self.backend in (AttnBackend.flash, AttnBackend.fused):
+            raise ConfigError(
+                f"--attention-backend {self.backend.name} with an attention bias",
+                why="its kernels take none together with a causal mask",
+                fix="--attention-backend auto",
+            )
+        if self.backend is AttnBackend.local or self.sink:
             return AttnBackend.local
+        if bias is not None:
+            return AttnBackend.unfused
         on_cpu = q.device.type == "cpu"
         if self.backend is AttnBackend.flash and dropout and on_cpu:
             raise ConfigError(

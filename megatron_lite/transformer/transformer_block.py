@@ -41,10 +41,17 @@ class TransformerBlockSubmodules:
 
 
 def layout_of(config: TransformerConfig, pp_size: int | None = None) -> StageLayout:
-    """Which stage and chunk holds what. Raises ConfigError where the layers do not come out even."""
+    """Which stage and chunk holds what, of one stack. Raises ConfigError where the layers do not come out even."""
+    stages = config.pipeline_model_parallel_size if pp_size is None else pp_size
+    if config.pipeline_model_parallel_split_rank not in (None, 0, stages):
+        raise ConfigError(
+            f"--pipeline-model-parallel-split-rank {config.pipeline_model_parallel_split_rank} for one stack of layers",
+            why="it is the first stage of a decoder that stands behind an encoder",
+            fix="leave it out, or pretrain_t5.py",
+        )
     return stage_layout(
         config.num_layers,
-        config.pipeline_model_parallel_size if pp_size is None else pp_size,
+        stages,
         config.virtual_pipeline_model_parallel_size or 1,
         config.num_layers_in_first_pipeline_stage,
         config.num_layers_in_last_pipeline_stage,
@@ -88,6 +95,8 @@ class TransformerBlock(MegatronModule):
         post_process: this is the last stage: the final norm is here.
         pg_collection: None = the registered groups.
         vp_stage: which chunk of the stage.
+        held: which layers (counted from 0) are here; None: what `layout_of(config)` gives this stage's chunk. For
+            models of several blocks, which place their layers themselves.
     """
 
     def __init__(
@@ -99,14 +108,18 @@ class TransformerBlock(MegatronModule):
         post_process: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
+        held: range | None = None,
     ):
         super().__init__(config)
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.post_layer_norm, self.pre_process, self.post_process = post_layer_norm, pre_process, post_process
         self.vp_stage = vp_stage
         self.input_tensor: Tensor | None = None
-        pp_rank = collectives.group_rank(self.pg_collection.pp)
-        self.first_layer, count = layers_of_stage(config, pp_rank, config.pipeline_model_parallel_size, vp_stage)
+        if held is None:
+            pp_rank = collectives.group_rank(self.pg_collection.pp)
+            self.first_layer, count = layers_of_stage(config, pp_rank, config.pipeline_model_parallel_size, vp_stage)
+        else:
+            self.first_layer, count = held.start, len(held)
         submodules = _block_submodules(spec, count)
         assert submodules.layer_specs is not None
 
@@ -187,8 +200,11 @@ class TransformerBlock(MegatronModule):
         step, count = self.config.recompute_num_layers, len(self.layers)
         assert step is not None
 
+        # Arguments of `checkpoint`, not of the closure: their gradients, too, come from what is computed again.
+        bias = same["attention_bias"]
+
         def group(begin: int, end: int) -> Any:
-            return lambda x, context: self._run(begin, end, x, context, same)
+            return lambda x, context, bias: self._run(begin, end, x, context, {**same, "attention_bias": bias})
 
         if self.config.recompute_method == "uniform":
             groups, kept_from = [(begin, min(begin + step, count)) for begin in range(0, count, step)], count
@@ -196,7 +212,12 @@ class TransformerBlock(MegatronModule):
             groups, kept_from = [(i, i + 1) for i in range(min(step, count))], min(step, count)
         for begin, end in groups:
             x, context = checkpoint(
-                group(begin, end), self.config.distribute_saved_activations, x, context, tp_group=self.pg_collection.tp
+                group(begin, end),
+                self.config.distribute_saved_activations,
+                x,
+                context,
+                bias,
+                tp_group=self.pg_collection.tp,
             )
         return self._run(kept_from, count, x, context, same)[0]
 

@@ -56,6 +56,10 @@ class TransformerConfig(MoEConfig, ModelParallelConfig):
     pipeline_model_parallel_layout: str | None = flag(
         None, "Which layer goes to which pipeline stage, for example 'Ett|(tt|)*2,tL'."
     )
+    pipeline_model_parallel_split_rank: int | None = flag(
+        None,
+        "Encoder and decoder: the decoder's first pipeline stage. Default: both are one row of layers, cut evenly.",
+    )
 
     # -- layer
     normalization: str = flag("LayerNorm", "Kind of norm.", choices=NORMALIZATIONS)

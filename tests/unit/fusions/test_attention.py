@@ -7,10 +7,10 @@ from megatron_lite.fusions import attention as module
 from megatron_lite.fusions.attention import MASKED, attention
 
 
-def formula(q, k, v, mask, keep=None):
+def formula(q, k, v, mask, keep=None, bias=0.0):
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
     if mask is not None:
         scores = scores.masked_fill(mask, MASKED)
     p = scores.softmax(-1)
@@ -45,6 +45,26 @@ def test_outputs_and_gradients_equal_the_formula(monkeypatch, groups, mask, one_
     torch.testing.assert_close(got, want)
     g = torch.randn(got.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(torch.autograd.grad(got, (q, k, v), g), torch.autograd.grad(want, (q, k, v), g)):
+        assert a.abs().max() > 0
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("shape", [(1, 4, 5, 5), (2, 4, 5, 5), (2, 1, 5, 5)], ids=str)
+def test_a_bias_is_added_after_scaling_and_its_gradient_is_summed_over_who_shares_it(
+    monkeypatch, groups, shape, one_at_a_time
+):
+    """Relative positions: one bias for all sequences; hidden places stay hidden whatever the bias says."""
+    if one_at_a_time:
+        monkeypatch.setattr(module, "_BLOCK_BYTES", 1)
+    q, k, v = tensors(groups)
+    hidden = MASKS["per sample"]
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).mul_(3).requires_grad_()
+    got, want = attention(q, k, v, hidden, bias=bias), formula(q, k, v, hidden, bias=bias)
+    torch.testing.assert_close(got, want)
+    g = torch.randn(got.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for a, b in zip(torch.autograd.grad(got, (q, k, v, bias), g), torch.autograd.grad(want, (q, k, v, bias), g)):
         assert a.abs().max() > 0
         torch.testing.assert_close(a, b)
 

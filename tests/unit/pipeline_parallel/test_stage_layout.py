@@ -5,7 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.pipeline_parallel.stage_layout import parse_layout, stage_layout
+from megatron_lite.pipeline_parallel.stage_layout import (
+    encoder_decoder_layout,
+    parse_layout,
+    stage_layout,
+)
 
 
 def layers_in_order(layout):
@@ -97,3 +101,71 @@ def test_two_ways_at_once():
         stage_layout(8, 4, 2, first=1)
     with pytest.raises(ConfigError, match="no place"):
         stage_layout(8, 2, first=1, last=1)
+
+
+@pytest.mark.parametrize(
+    "how, cells",
+    [
+        ({"stages": 1}, ["embedding, encoder layers 0 to 3, decoder layers 0 to 1, loss"]),
+        ({"stages": 2}, ["embedding, encoder layers 0 to 2", "encoder layer 3, decoder layers 0 to 1, loss"]),
+        ({"stages": 2, "split": 1}, ["embedding, encoder layers 0 to 3", "decoder layers 0 to 1, loss"]),
+        (
+            {"stages": 3, "split": 2},
+            ["embedding, encoder layers 0 to 1", "encoder layers 2 to 3", "decoder layers 0 to 1, loss"],
+        ),
+        (
+            {"stages": 2, "layout": "Ettttt|tL"},
+            ["embedding, encoder layers 0 to 3, decoder layer 0", "decoder layer 1, loss"],
+        ),
+        (
+            {"stages": 2, "chunks": 3},
+            [
+                "embedding, encoder layer 0",
+                "encoder layer 1",
+                "encoder layer 2",
+                "encoder layer 3",
+                "decoder layer 0",
+                "decoder layer 1, loss",
+            ],
+        ),
+        (
+            {"stages": 3, "last": 0},
+            ["embedding, encoder layers 0 to 2", "encoder layer 3, decoder layers 0 to 1", "loss"],
+        ),
+    ],
+    ids=str,
+)
+def test_an_encoder_and_its_decoder_are_one_row_that_is_cut_anywhere(how, cells):
+    layout = encoder_decoder_layout(4, 2, **how)
+    stages, chunks = how["stages"], how.get("chunks", 1)
+    assert [str(layout.cell(stage, chunk)) for chunk in range(chunks) for stage in range(stages)] == cells
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ({"stages": 2, "split": 2}, "1 to 1"),
+        ({"stages": 1, "split": 1}, "--pipeline-model-parallel-size 2 or more"),
+        ({"stages": 4, "split": 1}, "2 decoder layers over 3 of 4 stages"),
+        ({"stages": 4, "split": 3}, "4 encoder layers over 3 of 4 stages"),
+        ({"stages": 2, "split": 1, "chunks": 2}, "2 chunks on a stage"),
+        ({"stages": 2, "split": 1, "layout": "Ettttt|tL"}, "another way to place layers"),
+        ({"stages": 4}, "--num-layers 6 over 4 stages"),
+    ],
+    ids=str,
+)
+def test_splits_that_cannot_be(how, message):
+    with pytest.raises(ConfigError, match=message):
+        encoder_decoder_layout(4, 2, **how)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 3))
+def test_every_layer_of_both_stacks_is_somewhere_in_its_order(encoder, decoder, stages, chunks):
+    if (encoder + decoder) % (stages * chunks):
+        return
+    layout = encoder_decoder_layout(encoder, decoder, stages, chunks)
+    cells = [layout.cell(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
+    assert [i for cell in cells for i in cell.encoder] == list(range(encoder))
+    assert [i for cell in cells for i in cell.layers] == list(range(decoder))
+    behind = [bool(cell.layers) for cell in cells]
+    assert behind == sorted(behind), "a decoder layer stands before an encoder layer"
