@@ -73,3 +73,39 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(x: Tensor) -> Tensor:
     """`[..., 2 f]` -> `[..., f]`: silu(gate) * up (Shazeer 2020, "GLU variants")."""
     return _SwiGLU.apply(x)
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """As _SwiGLU, times a number for each row, without a tensor of its own for either."""
+
+    @staticmethod
+    def forward(ctx, x, weights):
+        ctx.save_for_backward(x, weights)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up).mul_(weights.unsqueeze(-1))
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weights = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad = torch.empty_like(x)
+        d_gate, d_up = grad.chunk(2, dim=-1)
+        factors, activated = weights.unsqueeze(-1), F.silu(gate)
+        torch.mul(activated, g, out=d_up)
+        d_weights = (d_up * up).sum(-1) if ctx.needs_input_grad[1] else None
+        d_up.mul_(factors)
+        scaled = torch.mul(g, factors, out=activated).mul_(up)
+        torch.ops.aten.silu_backward.grad_input(scaled, gate, grad_input=d_gate)
+        return grad, d_weights
+
+
+def weighted(activation: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor, *, is_gated: bool) -> Tensor:
+    """`[n, f]` or (gated) `[n, 2 f]` -> `[n, f]` in x's dtype: the activation times a number for each row.
+
+    Args:
+        weights: `[n]`; multiplied in their own precision.
+    """
+    if is_gated and activation is F.silu and x.dtype == weights.dtype and x.dim() == 2:
+        return _WeightedSwiGLU.apply(x, weights)
+    y = gated(activation, x) if is_gated else activation(x)
+    return (y * weights.unsqueeze(-1)).to(y.dtype)

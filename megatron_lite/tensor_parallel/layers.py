@@ -209,10 +209,11 @@ class ColumnParallelLinear(nn.Module):
         skip_weight_param_allocation: the weight comes with each call (tied embeddings).
         embedding_activation_buffer, grad_output_buffer: refused: an output layer that sets `defers_weight_grads` puts
             its weight gradients into `config.embedding_grad_store`.
-        is_expert: the weight belongs to an expert: `allreduce` is False if experts are spread over ranks.
+        is_expert: the weight belongs to an expert: tokens are brought and results summed around it, so the layer moves
+            nothing by itself. `allreduce` is False if experts are spread over ranks.
         tp_comm_buffer_name: accepted; names a buffer of Transformer Engine.
         disable_grad_reduce: leave the input gradient as this rank's part of the sum.
-        tp_group: None = the registered tensor-parallel group.
+        tp_group: None = the registered tensor-parallel group; for an expert, that this rank holds all of it.
     """
 
     def __init__(
@@ -244,11 +245,12 @@ class ColumnParallelLinear(nn.Module):
             )
         self.config, self.input_size, self.output_size = config, input_size, output_size
         self.gather_output, self.skip_bias_add, self.is_expert = gather_output, skip_bias_add, is_expert
-        self.tp_group = default_group(tp_group)
+        self.tp_group = tp_group if is_expert else default_group(tp_group)
         size = collectives.group_size(self.tp_group)
         self.output_size_per_partition = divide(output_size, size)
-        self.sequence_parallel = config.sequence_parallel and size > 1
-        self.allreduce_dgrad = size > 1 and not self.sequence_parallel and not disable_grad_reduce
+        alone = size == 1 or is_expert
+        self.sequence_parallel = config.sequence_parallel and not alone
+        self.allreduce_dgrad = not alone and not self.sequence_parallel and not disable_grad_reduce
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.overlap = overlap_of(config)
         self.defers_weight_grads = False
@@ -321,10 +323,10 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.config, self.input_size, self.output_size = config, input_size, output_size
         self.input_is_parallel, self.skip_bias_add, self.is_expert = input_is_parallel, skip_bias_add, is_expert
-        self.tp_group = default_group(tp_group)
+        self.tp_group = tp_group if is_expert else default_group(tp_group)
         size = collectives.group_size(self.tp_group)
         self.input_size_per_partition = divide(input_size, size)
-        self.sequence_parallel = config.sequence_parallel and size > 1
+        self.sequence_parallel = config.sequence_parallel and size > 1 and not is_expert
         if self.sequence_parallel and not input_is_parallel:
             raise ConfigError(
                 "a row-parallel layer with a whole input under --sequence-parallel",
@@ -345,9 +347,12 @@ class RowParallelLinear(nn.Module):
             _mark_expert(self.bias, config, is_expert)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x `[s, b, in/t]` -> (y `[s, b, out]`, or `[s/t, b, out]` with sequence parallelism; the bias if skipped)."""
+        """x `[s, b, in/t]` -> (y `[s, b, out]`, or `[s/t, b, out]` with sequence parallelism; the bias if skipped).
+
+        Of an expert y is this rank's part of the sum over its ranks.
+        """
         x = input_ if self.input_is_parallel else scatter_to_tensor_model_parallel_region(input_, self.tp_group)
-        alone = collectives.group_size(self.tp_group) == 1
+        alone = self.is_expert or collectives.group_size(self.tp_group) == 1
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel and self.overlap.reduce:
             store = self.config.weight_grad_store

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.fusions.bias_activation import gated, tanh_gelu
+from megatron_lite.fusions.bias_activation import gated, tanh_gelu, weighted
 from megatron_lite.transformer.module import MegatronModule
 from megatron_lite.transformer.spec_utils import ModuleSpec, build_module
 from megatron_lite.transformer.transformer_config import TransformerConfig
@@ -39,6 +39,7 @@ class MLP(MegatronModule):
         input_size: None = hidden_size.
         ffn_hidden_size: None = the config's.
         tp_group: None = the registered tensor-parallel group.
+        bias: None = the config's `add_bias_linear`.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class MLP(MegatronModule):
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
         tp_group: ProcessGroup | None = None,
+        bias: bool | None = None,
     ):
         super().__init__(config)
+        bias = config.add_bias_linear if bias is None else bias
         self.input_size = config.hidden_size if input_size is None else input_size
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         assert width is not None
@@ -66,7 +69,7 @@ class MLP(MegatronModule):
             config=config,
             init_method=config.init_method,
             gather_output=False,
-            bias=config.add_bias_linear,
+            bias=bias,
             skip_bias_add=False,
             stride=2 if config.gated_linear_unit else 1,
             is_expert=is_expert,
@@ -79,7 +82,7 @@ class MLP(MegatronModule):
             config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
+            bias=bias,
             input_is_parallel=True,
             skip_bias_add=True,
             is_expert=is_expert,
@@ -87,20 +90,23 @@ class MLP(MegatronModule):
             tp_group=tp_group,
         )
 
-    def activate(self, x: Tensor) -> Tensor:
-        """`[..., f]` or `[..., 2 f]` -> `[..., f]`."""
+    def activate(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """`[..., f]` or `[..., 2 f]` -> `[..., f]`, times a number for each row where `scale` is given."""
+        if scale is not None:
+            return weighted(self.activation_func, x, scale, is_gated=self.config.gated_linear_unit)
         return gated(self.activation_func, x) if self.config.gated_linear_unit else self.activation_func(x)
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """x `[s, b, h]` -> (y `[s, b, h]`, bias `[h]` that is still to be added, or None).
 
         Args:
-            per_token_scale: `[s, b]` factors on the inner activations (experts' routing weights).
+            per_token_scale: `[s, b]` factors on the inner activations and on the second bias, which is then added here
+                (experts' routing weights).
         """
         inner, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             inner = inner + bias
-        inner = self.activate(inner)
-        if per_token_scale is not None:
-            inner = (inner * per_token_scale.unsqueeze(-1)).to(inner.dtype)
-        return self.linear_fc2(inner)
+        y, bias = self.linear_fc2(self.activate(inner, per_token_scale))
+        if per_token_scale is not None and bias is not None:
+            y, bias = y + (bias * per_token_scale.unsqueeze(-1)).to(y.dtype), None
+        return y, bias

@@ -18,20 +18,23 @@ from megatron_lite.transformer.transformer_config import TransformerConfig
 
 
 def global_names(model: nn.Module) -> dict[str, str]:
-    """Parameter or buffer name in this stage's module -> name in the whole model: layers keep their global number.
+    """Parameter or buffer name on this rank -> name in the whole model: layers and experts keep their global number.
 
-    `decoder.layers.0.mlp...` on a stage that starts at layer 4 is `decoder.layers.4.mlp...`.
+    `decoder.layers.0.mlp...` on a stage that starts at layer 4 is `decoder.layers.4.mlp...`, and `local_experts.0` of a
+    rank whose first expert is number 2 is `local_experts.2`.
     """
-    renamed = {}
+    numbers = {}  # name of a layer or an expert -> its number among all
     for name, module in model.named_modules():
-        number = getattr(module, "layer_number", None)
-        if number is not None and re.search(r"\.layers\.\d+$", "." + name):
-            renamed[name + "."] = re.sub(r"\d+$", str(number - 1), name) + "."
+        layer, expert = getattr(module, "layer_number", None), getattr(module, "expert_number", None)
+        if layer is not None and re.search(r"\.layers\.\d+$", "." + name):
+            numbers[name] = layer - 1
+        elif expert is not None:
+            numbers[name] = expert
     names = {}
     for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
-        match = re.match(r"(.*?\blayers\.\d+\.)", name)
-        prefix = match.group(1) if match else ""
-        names[name] = renamed.get(prefix, prefix) + name[len(prefix) :]
+        words = name.split(".")
+        prefixes = (".".join(words[: i + 1]) for i in range(len(words)))
+        names[name] = ".".join(str(numbers.get(prefix, word)) for prefix, word in zip(prefixes, words))
     return names
 
 
