@@ -109,15 +109,15 @@ def apex_wgrad(main_grad_dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor
     return getattr(kernels, name, None)
 
 
-def grouped_product(device_type: str, dtype: torch.dtype, shape: tuple[int, int]) -> Callable[..., Tensor] | None:
+def grouped_product(device_type: str, dtype: torch.dtype, *sizes: int) -> Callable[..., Tensor] | None:
     """`f(a, b, offs=ends)`: products of groups of rows in one kernel; None where one after the other is the choice.
 
     Args:
-        shape: of one group's matrix; the kernel wants rows of whole 16 bytes.
+        sizes: of one group's matrix; the kernel wants rows of whole 16 bytes.
 
     torch has the kernel for bf16 on GPUs of compute capability 8.0 and up. Its CPU form is a loop itself.
     """
-    if device_type != "cuda" or dtype != torch.bfloat16 or any(n % 8 for n in shape):
+    if device_type != "cuda" or dtype != torch.bfloat16 or any(n % 8 for n in sizes):
         return None
     if torch.cuda.get_device_capability() < (8, 0):
         return None

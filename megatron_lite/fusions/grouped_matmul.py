@@ -36,7 +36,7 @@ def _products(
     x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], biases: Sequence[Tensor], transposed: bool
 ) -> Tensor:
     """x_e W_e^T + b_e, or (not `transposed`) x_e W_e."""
-    grouped = grouped_product(x.device.type, x.dtype, tuple(weights[0].shape))
+    grouped = grouped_product(x.device.type, x.dtype, *weights[0].shape)
     if grouped is not None:
         stack = torch.stack(list(weights))
         y = grouped(x, stack.transpose(1, 2) if transposed else stack, offs=_row_ends(counts, x.device))
@@ -92,12 +92,13 @@ def _weight_grads(
 ) -> list[Tensor | None]:
     """g_e^T x_e: added into `main_grad` (None is returned), or returned. An expert without rows has gradient 0."""
     fused = fuse_wgrad and all(map(takes_main_grad, weights))
-    grouped = None if fused and store is not None else grouped_product(x.device.type, x.dtype, (g.shape[1], x.shape[1]))
+    grouped = None if fused and store is not None else grouped_product(x.device.type, x.dtype, g.shape[1], x.shape[1])
     if grouped is not None:
-        stack = grouped(g.t(), x, offs=_row_ends(counts, x.device)).unbind(0)
+        stack: Any = list(grouped(g.t(), x, offs=_row_ends(counts, x.device)).unbind(0))
         if not fused:
             return [grad if need else None for grad, need in zip(stack, needed)]
-        torch._foreach_add_([w.main_grad for w in weights], list(stack))  # type: ignore[attr-defined]
+        main_grads: Any = [weight.main_grad for weight in weights]  # type: ignore[attr-defined]
+        torch._foreach_add_(main_grads, stack)
         return [None] * len(weights)
     grads: list[Tensor | None] = [None] * len(weights)
     put: Callable[[Tensor, Tensor, Tensor], Any] = accumulate_product if store is None else store.put

@@ -113,7 +113,7 @@ def transposed_chunks(counts: Tensor) -> tuple[Tensor, Tensor]:
     """The order that sorts chunks of rows the other way round, and its inverse.
 
     Args:
-        counts: `[a, b]`, rows of each chunk; the chunks lie with b running fastest and are to lie with a running fastest.
+        counts: `[a, b]`, rows of each chunk; they lie with b running fastest and are to lie with a running fastest.
     Returns: for `reorder`, `[n]` each, on the device of `counts`.
     """
     flat = counts.reshape(-1)

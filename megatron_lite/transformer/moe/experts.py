@@ -77,9 +77,7 @@ class SequentialMLP(Experts):
         gradients are zeros, and not absent."""
         counts = _as_list(tokens_per_expert)
         rows, probs = self._weighted_input(permuted_local_hidden_states, permuted_probs)
-        parts = [
-            expert(x, p)[0] for expert, x, p in zip(self.local_experts, rows.split(counts), probs.split(counts))
-        ]
+        parts = [expert(x, p)[0] for expert, x, p in zip(self.local_experts, rows.split(counts), probs.split(counts))]
         return torch.cat(parts), None
 
 
