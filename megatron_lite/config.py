@@ -32,6 +32,7 @@ def flag(
     *,
     name: str | None = None,
     off: str | tuple[str, ...] | None = None,
+    pair: bool = False,
     aliases: tuple[str, ...] = (),
     choices: tuple[Any, ...] | None = None,
     nargs: int | str | None = None,
@@ -46,6 +47,7 @@ def flag(
         name: Megatron's spelling, where it differs from `--field-name`. It also names the value in the namespace.
         off: the spelling (or spellings) that sets a True default to False, e.g. `--disable-bias-linear`. The value in
             the namespace keeps the field's name, or `name`'s.
+        pair: a True default keeps its own spelling beside `--no-...`.
         aliases: further spellings with the same meaning.
         choices: the legal values.
         nargs: as argparse has it; by default "+" for lists.
@@ -56,6 +58,7 @@ def flag(
         "help": help,
         "name": name,
         "off": (off,) if isinstance(off, str) else off,
+        "pair": pair,
         "aliases": aliases,
         "choices": choices,
         "nargs": nargs,
@@ -246,10 +249,13 @@ def _flag_of(config: type, item: Field) -> Flag:
     assert kind in KINDS, f"{config.__name__}.{item.name}: say kind=, {annotation!r} does not tell it"
     name = meta["name"] or "--" + item.name.replace("_", "-")
     spellings, stores = (name, *meta["aliases"]), None
+    negations: tuple[str, ...] = ()
     if kind == "switch":
         stores = not default
-        if default is True:
-            bare = name.removeprefix("--")
+        bare = name.removeprefix("--")
+        if meta["pair"]:
+            stores, negations = True, (f"--no-{bare}",)
+        elif default is True:
             spellings = (*(meta["off"] or (f"--no-{bare}", f"--disable-{bare}")), *meta["aliases"])
     return Flag(
         dest=destination(name),
@@ -262,6 +268,7 @@ def _flag_of(config: type, item: Field) -> Flag:
         unit=meta["unit"],
         stores=stores,
         field=item.name,
+        negations=negations,
     )
 
 

@@ -9,6 +9,8 @@ The adjoint of a rotation is the rotation back, so backward is the same kernel w
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,7 @@ class _Rope(torch.autograd.Function):
 
 
 def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False, mscale: float = 1.0) -> Tensor:
-    """Turn t `[s, b, n, d]` by the angles freqs `[s, 1, 1, r]` (radians, r <= d; both channels of a pair hold it).
+    """Turn t `[s, b, n, d]` by the angles freqs `[s, 1 or b, 1, r]` (radians, r <= d; both channels of a pair hold it).
 
     Args:
         mscale: factor on cos and sin (YaRN's concentration).
@@ -61,3 +63,14 @@ def rotate(t: Tensor, freqs: Tensor, interleaved: bool = False, mscale: float = 
     if mscale != 1.0:
         cos, sin = cos * mscale, sin * mscale
     return _Rope.apply(t, cos.to(t.dtype), sin.to(t.dtype), interleaved)
+
+
+def yarn_mscale(scale: float, mscale: float = 1.0) -> float:
+    """0.1 m ln(scale) + 1: how much more sharply a model attends whose context grew `scale` times (Peng et al. 2023,
+    section 3.4)."""
+    return 1.0 if scale <= 1.0 else 0.1 * mscale * math.log(scale) + 1.0
+
+
+def yarn_concentration(scale: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:
+    """YaRN's factor on cos and sin. What `mscale_all_dim` says goes into the scale of the softmax instead."""
+    return yarn_mscale(scale, mscale) / yarn_mscale(scale, mscale_all_dim)

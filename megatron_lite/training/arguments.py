@@ -34,13 +34,15 @@ from megatron_lite.training.configs import RUN_CONFIGS
 from megatron_lite.training.flag_aliases import translate
 from megatron_lite.training.flag_tables import CAPABILITIES, NOTICES, PENDING_VALUES, REASONS, pending, refused
 from megatron_lite.training.launch import Launch, read_launch
-from megatron_lite.transformer.transformer_config import TransformerConfig
+from megatron_lite.transformer.mla_config import LatentAttentionConfig
+from megatron_lite.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
 CONFIGS: tuple[type, ...] = (
     TransformerConfig,
+    LatentAttentionConfig,
     *RUN_CONFIGS,
     OptimizerConfig,
     DistributedDataParallelConfig,
@@ -237,7 +239,8 @@ def validate_args(args: argparse.Namespace, world_size: int | None = None) -> ar
         args.world_size = world_size
     problems = rules.broken(rules.GIVEN, args)
     notices, warnings = derived.derive(args)
-    problems += rules.broken(rules.DERIVED, args) + rules.problems_of_experts(args)
+    problems += rules.broken(rules.DERIVED, args)
+    problems += rules.problems_of_experts(args) + rules.problems_of_attention(args)
     if problems:
         raise command_line.joined(problems)
     for warning in warnings:
@@ -319,9 +322,12 @@ def core_transformer_config_from_args(
         activation = {"activation_func": squared_relu, "bias_activation_fusion": False}
     elif args.openai_gelu:
         activation = {"activation_func": tanh_gelu, "bias_activation_fusion": args.bias_gelu_fusion}
+    if args.multi_latent_attention and config_class is TransformerConfig:
+        config_class = MLATransformerConfig
     return from_namespace(
         config_class,
         args,
+        **_yarn_of(args, config_class),
         gated_linear_unit=args.swiglu or args.quick_geglu,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         pipeline_dtype=args.params_dtype,
@@ -330,6 +336,23 @@ def core_transformer_config_from_args(
         overlap_p2p_comm=args.overlap_p2p_comm,
         **activation,
     )
+
+
+def _yarn_of(args: argparse.Namespace, config_class: type[TransformerConfig]) -> dict[str, Any]:
+    """The flags of YaRN under the names of the config's fields: multi-latent attention has its own."""
+    if issubclass(config_class, MLATransformerConfig):
+        from megatron_lite.models.common.embeddings.rotary_choice import yarn_settings
+
+        values = yarn_settings(args)
+        rounded = values.pop("correction_range_round_to_int")
+        return {**values, "yarn_correction_range_round_to_int": rounded, "rope_type": args.rope_type or "yarn"}
+    if args.position_embedding_type != "yarn":
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": args.rotary_scaling_factor,
+        "yarn_mscale": args.mscale,
+        "yarn_mscale_all_dim": args.mscale_all_dim,
+    }
 
 
 def optimizer_config_from_args(args: argparse.Namespace) -> OptimizerConfig:

@@ -22,6 +22,15 @@ MODEL_ARGUMENTS = (
     "add_position_embedding",
     "rotary_interleaved",
     "rotary_percent",
+    "mrope_section",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "qk_l2_norm",
+    "attention_output_gate",
     "normalization",
     "apply_layernorm_1p",
     "apply_residual_connection_post_layernorm",
@@ -55,6 +64,14 @@ _TAKEN = (
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "rope_type",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
     "norm_epsilon",
     "fp32_residual_connection",
     "hidden_dropout",
@@ -85,7 +102,16 @@ _TAKEN = (
     "make_vocab_size_divisible_by",
 )
 # None is a value of these, not the lack of one.
-_OPTIONAL = {"window_size", "window_attn_skip_freq", "no_rope_freq", "rotary_seq_len_interpolation_factor"}
+_OPTIONAL = {
+    "window_size",
+    "window_attn_skip_freq",
+    "no_rope_freq",
+    "rotary_seq_len_interpolation_factor",
+    "q_lora_rank",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+}
 # Facts of one process, not of the run.
 _NOT_SAVED = {"rank", "local_rank", "typed", "device", "timers"}
 

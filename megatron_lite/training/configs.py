@@ -32,6 +32,11 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: int | None = flag(None, "Rotary positions: divide positions by this.")
     use_rope_scaling: bool = flag(False, "Rotary positions: the frequency-dependent rescale of Llama 3.")
     rope_scaling_factor: float = flag(8.0, "Factor of that rescale.")
+    rotary_scaling_factor: float = flag(
+        1.0, "YaRN: how many times longer the context is than the one before, also in multi-latent attention."
+    )
+    mscale: float = flag(1.0, "YaRN: how much more sharply the longer context is attended to.")
+    mscale_all_dim: float = flag(0.0, "YaRN: the part of it that goes into the scale of the softmax.")
     untie_embeddings_and_output_weights: bool = flag(
         False, "An output layer of its own, instead of the word embedding's weights."
     )

@@ -58,8 +58,15 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
     ("--num-query-groups", lambda a: a.group_query_attention, "--group-query-attention"),
     (
         "--rotary-base --rotary-percent --rotary-interleaved --rotary-seq-len-interpolation-factor --no-rope-freq",
-        lambda a: a.position_embedding_type == "rope",
+        lambda a: a.position_embedding_type in ("rope", "yarn", "mrope"),
         "--position-embedding-type rope",
+    ),
+    ("--mrope-section", lambda a: a.position_embedding_type == "mrope", "--position-embedding-type mrope"),
+    (
+        "--rotary-scaling-factor --mscale --mscale-all-dim --yarn-original-max-position-embeddings --yarn-beta-fast "
+        "--yarn-beta-slow --no-yarn-correction-range-round-to-int",
+        lambda a: a.rope_type != "rope" if a.multi_latent_attention else a.position_embedding_type == "yarn",
+        "--position-embedding-type yarn, or --multi-latent-attention with --rope-type yarn",
     ),
     ("--rope-scaling-factor", lambda a: a.use_rope_scaling, "--use-rope-scaling"),
     (
@@ -170,6 +177,7 @@ _OFF = (
     "--no-tp-comm-overlap-rs",
     "--no-tp-comm-bulk-dgrad",
     "--no-tp-comm-bulk-wgrad",
+    "--no-yarn-correction-range-round-to-int",
 )
 
 

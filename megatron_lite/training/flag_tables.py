@@ -36,7 +36,6 @@ CAPABILITIES = {
     "mamba": ("state-space (Mamba) layers", "attention layers"),
     "mla": ("multi-latent attention", "--group-query-attention"),
     "moe": ("mixture of experts", "a dense model, without --num-experts"),
-    "mrope": ("multimodal rotary positions", "--position-embedding-type rope"),
     "mtp": ("multi-token prediction", "leave it out"),
     "mup": ("width-transfer parametrisation", "leave it out"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
@@ -113,7 +112,7 @@ REASONS = {
 
 # Values, of flags that work, that have not landed: destination -> value -> capability.
 PENDING_VALUES: dict[str, dict[str, str]] = {
-    "position_embedding_type": {"yarn": "yarn", "mrope": "mrope", "relative": "relative"},
+    "position_embedding_type": {"relative": "relative"},
     "optimizer": dict.fromkeys(("soap", "adaptive_muon"), "optimizers"),
     "ckpt_format": dict.fromkeys(("torch", "torch_dcp", "fsdp_dtensor"), "torch format"),
     "transformer_impl": {"inference_optimized": "inference layers"},

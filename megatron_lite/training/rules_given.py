@@ -112,7 +112,7 @@ GIVEN: tuple[Rule, ...] = (
         "leave all but one out",
     ),
     Rule(
-        lambda a: not a.add_position_embedding and a.position_embedding_type not in ("rope", "none"),
+        lambda a: not a.add_position_embedding and a.position_embedding_type not in ("rope", "yarn", "mrope", "none"),
         "--no-position-embedding with --position-embedding-type {position_embedding_type}",
         "without its table a model has rotary positions, or none",
         "--position-embedding-type rope",

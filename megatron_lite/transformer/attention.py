@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_lite import collectives
 from megatron_lite.errors import ConfigError
-from megatron_lite.fusions.rope import rotate
+from megatron_lite.fusions.rope import rotate, yarn_concentration
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.random import checkpoint
@@ -93,6 +93,10 @@ class Attention(MegatronModule):
         self.num_attention_heads_per_partition = divide(config.num_attention_heads, tp_size)
         self.num_query_groups_per_partition = divide(config.num_query_groups * self.ranks_per_group, tp_size)
         self.use_rope = not skips_rope(config, layer_number)
+        self.rope_mscale = 1.0
+        if config.yarn_rotary_scaling_factor is not None:
+            factor, mscale = config.yarn_rotary_scaling_factor, config.yarn_mscale
+            self.rope_mscale = yarn_concentration(factor, mscale, config.yarn_mscale_all_dim)
         self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in (
             config.recompute_modules or ()
         )
@@ -148,7 +152,7 @@ class Attention(MegatronModule):
             attention_mask: bool `[b or 1, 1, s, sk]`, True = hidden.
             key_value_states: `[sk, b, h]`, cross attention's other sequence.
             inference_context: keys and values of the tokens so far; x are the next ones.
-            rotary_pos_emb: angles `[positions, 1, 1, r]` from position 0 on, for queries and keys or one each.
+            rotary_pos_emb: angles `[positions, 1 or b, 1, r]` from position 0 on, for queries and keys or one each.
             rotary_pos_cos, rotary_pos_sin: accepted as Megatron has them (its decoding kernels); the angles decide.
         """
         context = inference_context if inference_context is not None else inference_params
@@ -159,8 +163,8 @@ class Attention(MegatronModule):
             q_freqs, k_freqs = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             begin = context.sequence_len_offset if context is not None else 0
             interleaved = self.config.rotary_interleaved
-            query = rotate(query, q_freqs[begin : begin + query.shape[0]], interleaved)
-            key = rotate(key, k_freqs[begin : begin + key.shape[0]], interleaved)
+            query = rotate(query, q_freqs[begin : begin + query.shape[0]], interleaved, self.rope_mscale)
+            key = rotate(key, k_freqs[begin : begin + key.shape[0]], interleaved, self.rope_mscale)
         if context is not None and self.attention_type == "self":
             key, value = context.store(self.layer_number, key, value)
 

@@ -14,7 +14,9 @@ from megatron_lite.config import flag
 from megatron_lite.errors import ConfigError
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.transformer.enums import AttnBackend
+from megatron_lite.transformer.mla_config import ROPE_TYPES, mla_problems
 from megatron_lite.transformer.moe.moe_config import MoEConfig, moe_problems
+from megatron_lite.transformer.rotary_config import RotaryConfig, rotary_problems
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,7 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")  # more come with the laye
 
 
 @dataclass(kw_only=True)
-class TransformerConfig(MoEConfig, ModelParallelConfig):
+class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
     """Depth, widths, normalisation, activation, attention, experts, dropout, initial values, recompute."""
 
     # -- shape
@@ -79,7 +81,12 @@ class TransformerConfig(MoEConfig, ModelParallelConfig):
     attention_dropout: float = flag(0.1, "Dropout on the attention weights.")
 
     # -- attention
-    qk_layernorm: bool = flag(False, "Normalise queries and keys, head by head.")
+    multi_latent_attention: bool = False  # MLATransformerConfig sets it
+    qk_layernorm: bool = flag(
+        False, "Normalise queries and keys, head by head; with --multi-latent-attention the latent vectors."
+    )
+    qk_l2_norm: bool = flag(False, "Divide queries and keys by their root mean square, head by head, without weights.")
+    attention_output_gate: bool = flag(False, "Multiply the output of every head by a sigmoid gate of the input.")
     softmax_type: str = flag("vanilla", "Softmax of the attention, with or without a sink.", choices=SOFTMAX_TYPES)
     softmax_scale: float | None = None
     apply_query_key_layer_scaling: bool = flag(
@@ -91,10 +98,6 @@ class TransformerConfig(MoEConfig, ModelParallelConfig):
     )
     window_attn_skip_freq: int | list[int] | None = flag(
         None, "Which layers attend to everything instead: every N-th, or a list of 1 (window) and 0 (full)."
-    )
-    rotary_interleaved: bool = flag(False, "Rotate pairs of even and odd channels, not first and second half.")
-    no_rope_freq: int | list[int] | None = flag(
-        None, "Which layers do without rotary positions: every N-th, or a list of 1 (without) and 0 (with)."
     )
     attention_backend: str | AttnBackend = flag(
         "auto", "Implementation of attention.", choices=tuple(item.name for item in AttnBackend), kind="str"
@@ -249,6 +252,7 @@ class TransformerConfig(MoEConfig, ModelParallelConfig):
                 )
         for name in ("no_rope_freq", "window_attn_skip_freq"):
             yield from self._problems_of_pattern(name)
+        yield from rotary_problems(self)
         yield from moe_problems(self)
         yield from self._problems_of_recompute()
 
@@ -312,6 +316,39 @@ class TransformerConfig(MoEConfig, ModelParallelConfig):
                 why="no such part of a layer",
                 fix=f"some of {', '.join(RECOMPUTE_MODULES)}",
             )
+
+
+@dataclass(kw_only=True)
+class MLATransformerConfig(TransformerConfig):
+    """A transformer with multi-latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+    q_lora_rank: None: queries come from the hidden states at once. rope_type: plain rotary positions or YaRN's, whose
+    numbers follow; they are as `YarnRotaryEmbedding` has them.
+    """
+
+    multi_latent_attention: bool = True
+    q_lora_rank: int | None = 512
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    normalization: str = "RMSNorm"
+    rope_type: str = "yarn"
+    rotary_base: float = 10000
+    rotary_percent: float = 1.0
+    rotary_scaling_factor: float = 40
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32
+    beta_slow: float = 1
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    cache_mla_latents: bool = False  # generation keeps the latent vectors whatever it says
+
+    def _problems(self) -> Iterator[ConfigError]:
+        yield from super()._problems()
+        yield from mla_problems(self)
+        if self.rope_type not in ROPE_TYPES:
+            yield ConfigError(f"--rope-type {self.rope_type}", why="no such kind", fix=" or ".join(ROPE_TYPES))
 
 
 _SPELLINGS = {item.name: item.metadata.get("name") for item in fields(TransformerConfig)}

@@ -76,6 +76,22 @@ CASES = {
         "LlamaForCausalLM",
         _LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
     ),
+    "llama_yarn": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        _LLAMA
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "attention_factor": 1.25,
+                "truncate": False,
+            }
+        },
+    ),
     "mistral": ("MistralConfig", "MistralForCausalLM", _LLAMA | {"sliding_window": 5, "head_dim": 16}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _LLAMA | {"tie_word_embeddings": True}),
     "qwen2_some_windows": (
@@ -407,7 +423,7 @@ def test_a_torn_file_is_an_error_that_names_it(tmp_path):
         ({"model_type": "t5"}, "T5"),
         ({"model_type": "nobody_knows"}, "known are gpt2, llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act = silu|'silu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "default, linear and llama3"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "default, linear, llama3 and yarn"),
         ({"rope_scaling": _LLAMA3 | {"low_freq_factor": 2.0}}, "1, 4 and 8192"),
         ({"attention_bias": True}, "biases everywhere, nowhere"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron_lite.fusions.bias_activation import squared_relu
 from megatron_lite.fusions.rope import rotate
-from megatron_lite.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron_lite.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
 from megatron_lite.transformer import TransformerConfig
 from tests.conftest import GOLDEN
@@ -134,6 +134,16 @@ def test_rotary_angles_and_rotation_equal_megatrons(golden, case):
     torch.testing.assert_close(freqs, want["freqs"], atol=1e-5, rtol=1e-5)
     out = rotate(want["t"], freqs, given.get("rotary_interleaved", False))
     torch.testing.assert_close(out, want["out"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["default", "mscale_all", "no_round", "beta"])
+def test_yarn_angles_and_factor_equal_megatrons(golden, case):
+    """A mixture that begins or ends a pair too early is off by several per cent in that pair."""
+    given = dict(golden("rope.json")[f"yarn/{case}"])
+    length, mscale = given.pop("seq"), given.pop("returned_mscale")
+    freqs, factor = YarnRotaryEmbedding(**given)(length)
+    torch.testing.assert_close(freqs, torch.from_numpy(golden("rope.npz")[f"yarn/{case}/freqs"]), atol=1e-5, rtol=1e-5)
+    assert factor == pytest.approx(mscale, rel=1e-12)
 
 
 def test_every_dense_case_that_was_made_is_tested(golden):

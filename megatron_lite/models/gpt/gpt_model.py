@@ -14,7 +14,7 @@ from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError
 from megatron_lite.initialization import deferred_initialization
 from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron_lite.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron_lite.models.common.embeddings.rotary_choice import ROTARY, rotary_angles, rotary_embedding_of
 from megatron_lite.models.common.language_module.language_module import LanguageModule
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
@@ -23,7 +23,7 @@ from megatron_lite.transformer.spec_utils import ModuleSpec
 from megatron_lite.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron_lite.transformer.transformer_config import TransformerConfig
 
-PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "mrope", "none"]
 
 
 class GPTModel(LanguageModule):
@@ -38,9 +38,9 @@ class GPTModel(LanguageModule):
         fp16_lm_cross_entropy: return the loss in the logits' own half format; its sums are fp32 all the same.
         parallel_output: leave logits split over the vocabulary (for the loss); False gathers them.
         share_embeddings_and_output_weights: one matrix for both ends.
-        position_embedding_type: "learned_absolute", "rope" or "none".
+        position_embedding_type: "learned_absolute", "rope", "yarn", "mrope" or "none".
         rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: as
-            RotaryEmbedding has them.
+            RotaryEmbedding has them. What YaRN, sections and multi-latent attention take is in the config.
         scatter_embedding_sequence_parallel: cut the embedding's output along the sequence under sequence parallelism.
         mtp_block_spec: multi-token prediction: refused until it is built.
         pg_collection: None = the registered groups.
@@ -70,11 +70,11 @@ class GPTModel(LanguageModule):
         vp_stage: int | None = None,
     ):
         super().__init__(config, pg_collection)
-        if position_embedding_type not in ("learned_absolute", "rope", "none"):
+        if position_embedding_type not in ("learned_absolute", *ROTARY, "none"):
             raise ConfigError(
                 f"--position-embedding-type {position_embedding_type}",
                 why="a GPT has learned, rotary or no positions",
-                fix="learned_absolute, rope or none",
+                fix=f"learned_absolute, {', '.join(ROTARY)} or none",
             )
         if mtp_block_spec is not None:
             raise ConfigError(
@@ -104,17 +104,15 @@ class GPTModel(LanguageModule):
                     scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                     tp_group=self.pg_collection.tp,
                 )
-            if position_embedding_type == "rope":
-                assert config.kv_channels is not None
-                self.rotary_pos_emb = RotaryEmbedding(
-                    config.kv_channels,
-                    rotary_percent,
-                    config.rotary_interleaved,
-                    seq_len_interpolation_factor,
-                    rotary_base,
-                    rope_scaling,
-                    rope_scaling_factor,
-                )
+            self.rotary_pos_emb = rotary_embedding_of(
+                config,
+                position_embedding_type,
+                rotary_percent,
+                rotary_base,
+                seq_len_interpolation_factor,
+                rope_scaling,
+                rope_scaling_factor,
+            )
             self.decoder = TransformerBlock(
                 config,
                 transformer_layer_spec,
@@ -180,14 +178,11 @@ class GPTModel(LanguageModule):
             assert input_ids is not None
             decoder_input = self.embedding(input_ids, position_ids)
         rotary = None
-        if self.position_embedding_type == "rope":
+        if self.rotary_pos_emb is not None:
             held = decoder_input if decoder_input is not None else self.decoder.input_tensor
             assert held is not None, "a later stage needs set_input_tensor"
             length = self.rotary_pos_emb.get_rotary_seq_len(context, self.decoder, held, self.config, packed_seq_params)
-            rotary = self.rotary_pos_emb(length)
-            if rotary.device != held.device:
-                self.rotary_pos_emb.inv_freq = self.rotary_pos_emb.inv_freq.to(held.device)
-                rotary = self.rotary_pos_emb(length)
+            rotary = rotary_angles(self.rotary_pos_emb, length, position_ids, self.config, held.device)
         hidden_states = self.decoder(
             decoder_input,
             attention_mask,

@@ -7,11 +7,13 @@ is never written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.fusions.rope import yarn_concentration
 from megatron_lite.models.gpt.hf_names import GPT2_ROWS, LLAMA_ROWS, Args, Config, Row, Sizes, refuse
 
 
@@ -203,7 +205,7 @@ _LLAMA_SETTINGS = (
     Setting("attention_dropout", "--attention-dropout", "attention_dropout", 0.0),
 )
 _LLAMA_FLAGS = "--position-embedding-type rope --normalization RMSNorm --swiglu --hidden-dropout 0"
-_LLAMA_REQUIRES = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
+_LLAMA_REQUIRES = {"position_embedding_type": ("rope", "yarn"), "normalization": "RMSNorm", "swiglu": True}
 _SILU = {"hidden_act": ("silu", "swish")}
 
 
@@ -239,8 +241,45 @@ def _read_rope(config: Config) -> Iterator[object]:
                 "--rotary-seq-len-interpolation-factor is a whole number",
             )
         yield from ("--rotary-seq-len-interpolation-factor", int(both["factor"]))
+    elif kind == "yarn":
+        yield from ("--position-embedding-type", "yarn")
+        yield from read_yarn(both)
     elif kind != "default":
-        raise refuse(f"config.json has rope_type = {kind!r}", "default, linear and llama3 are built")
+        raise refuse(f"config.json has rope_type = {kind!r}", "default, linear, llama3 and yarn are built")
+
+
+def read_yarn(rope: Config) -> Iterator[object]:
+    """YaRN's numbers. Rope: all that config.json says about angles, and the model's length."""
+    old = rope.get("original_max_position_embeddings") or rope["max_position_embeddings"]
+    factor = rope.get("factor") or rope["max_position_embeddings"] / old
+    mscale, all_dim, given = rope.get("mscale"), rope.get("mscale_all_dim"), rope.get("attention_factor")
+    if not (mscale and all_dim):  # transformers looks at both or at neither
+        mscale, all_dim = 1.0, 0.0
+    if given is not None and abs(given - yarn_concentration(factor, mscale, all_dim)) > 1e-9:
+        if factor <= 1.0:
+            raise refuse(f"config.json has attention_factor = {given} with factor = {factor}", "--mscale has no effect")
+        mscale, all_dim = (given - 1.0) / (0.1 * math.log(factor)), 0.0
+    yield from ("--rotary-scaling-factor", factor, "--yarn-original-max-position-embeddings", int(old))
+    yield from ("--mscale", mscale, "--mscale-all-dim", all_dim)
+    yield from ("--yarn-beta-fast", rope.get("beta_fast") or 32.0, "--yarn-beta-slow", rope.get("beta_slow") or 1.0)
+    if not rope.get("truncate", True):
+        yield "--no-yarn-correction-range-round-to-int"
+
+
+def write_yarn(args: Args) -> dict[str, Any]:
+    """YaRN's numbers, the other way."""
+    factor, mscale, all_dim = args["rotary_scaling_factor"], args["mscale"], args["mscale_all_dim"]
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": args["yarn_original_max_position_embeddings"] or 4096,
+        "beta_fast": args["yarn_beta_fast"] or 32.0,
+        "beta_slow": args["yarn_beta_slow"] or 1.0,
+        "mscale": mscale,
+        "mscale_all_dim": all_dim,
+        "attention_factor": yarn_concentration(factor, mscale, all_dim),
+        "truncate": args["yarn_correction_range_round_to_int"],
+    }
 
 
 def _write_rope(args: Args, sizes: Sizes) -> dict[str, Any]:
@@ -260,6 +299,10 @@ def _write_rope(args: Args, sizes: Sizes) -> dict[str, Any]:
         }
     elif interpolation:
         scaling = {"rope_type": "linear", "factor": float(interpolation)}
+    if args["position_embedding_type"] == "yarn":
+        if scaling is not None:
+            raise refuse("YaRN beside another way to rescale positions", "transformers has one of them")
+        scaling = write_yarn(args)
     if args["rotary_percent"] != 1.0:
         raise refuse(f"rotary_percent is {args['rotary_percent']}", "transformers' Llama family turns all channels")
     return {

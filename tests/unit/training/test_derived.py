@@ -27,6 +27,7 @@ VALUE = {
     "--profile-step-end": "13",
     "--save-retain-interval": "3",
     "--validation-set-names": "x",
+    "--mrope-section": "1 1 0",
     "--muon-scale-mode": "unit_rms_norm",
     "--muon-fp32-matmul-prec": "high",
     "--muon-coefficient-type": "simple",
@@ -37,6 +38,8 @@ VALUE = {
 ON = {
     "--num-query-groups": "--group-query-attention",
     "--rotary-base": "--position-embedding-type rope",
+    "--mrope-section": "--position-embedding-type mrope",
+    "--rotary-scaling-factor": "--position-embedding-type yarn",
     "--rope-scaling-factor": "--position-embedding-type rope --use-rope-scaling",
     "--reset-position-ids": "--position-embedding-type learned_absolute",
     "--initial-loss-scale": "--fp16",
@@ -69,7 +72,9 @@ OFF = {
     "--reset-position-ids": "--position-embedding-type rope",
     "--exit-signal-handler-for-dataloader": "--num-workers 0",
 }
-FLAG = {spelling: flag for config in CONFIGS for flag in flags_of(config) for spelling in flag.spellings}
+FLAG = {
+    spelling: flag for config in CONFIGS for flag in flags_of(config) for spelling in (*flag.spellings, *flag.negations)
+}
 EACH = [(row[0].split()[0], flag) for row in IDLE for flag in row[0].split()]
 
 

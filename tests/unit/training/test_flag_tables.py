@@ -37,9 +37,8 @@ PENDING = {
     "fsdp": 17,
     "launch": 1,
     "mamba": 6,
-    "mla": 7,
+    "mla": 6,
     "moe": 43,
-    "mrope": 1,
     "mtp": 4,
     "mup": 6,
     "other dtypes": 2,
@@ -51,7 +50,7 @@ PENDING = {
     "tensor dumps": 4,
     "text server": 13,
     "training variants": 2,
-    "yarn": 8,
+    "yarn": 1,
 }
 
 

@@ -26,7 +26,7 @@ class LanguageModelEmbedding(MegatronModule):
     Args:
         vocab_size: rows of the (padded) table.
         max_sequence_length: rows of the position table, if there is one.
-        position_embedding_type: "learned_absolute" has a table; "rope" and "none" have not.
+        position_embedding_type: "learned_absolute" has a table; rotary ones and "none" have not.
         num_tokentypes: rows of the token type table; 0: none.
         scatter_to_sequence_parallel: cut along the sequence where sequence parallelism is on.
         tp_group: None = the registered tensor-parallel group.
@@ -37,7 +37,7 @@ class LanguageModelEmbedding(MegatronModule):
         config: TransformerConfig,
         vocab_size: int,
         max_sequence_length: int,
-        position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
+        position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "none"] = "learned_absolute",
         num_tokentypes: int = 0,
         scatter_to_sequence_parallel: bool = True,
         tp_group: ProcessGroup | None = None,

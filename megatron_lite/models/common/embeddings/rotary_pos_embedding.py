@@ -4,7 +4,9 @@
     angle at position p           p * f_i (positions divided by `seq_len_interpolation_factor`)
 
 Llama 3.1 stretches the context by slowing the slow pairs: wave lengths below old/high stay, above old/low are
-divided by the factor, and in between the two are mixed linearly in old / wave length.
+divided by the factor, and in between the two are mixed linearly in old / wave length. YaRN has a file of its own.
+
+With three positions to a token (time, height, width: `MultimodalRotaryEmbedding`) each pair turns by one of them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,28 @@ from megatron_lite.transformer.inference_context import InferenceContext
 from megatron_lite.transformer.transformer_config import TransformerConfig
 
 
-class RotaryEmbedding(nn.Module):
+class _Rotary(nn.Module):
+    inv_freq: Tensor
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: InferenceContext | None,
+        transformer: Any,
+        transformer_input: Tensor,
+        transformer_config: TransformerConfig,
+        packed_seq_params: Any = None,
+    ) -> int:
+        """How many positions this forward pass needs: the whole sequence's, also where a rank holds a shard."""
+        if inference_context is not None:
+            return inference_context.max_sequence_length
+        held = transformer_input if getattr(transformer, "input_tensor", None) is None else transformer.input_tensor
+        length = held.shape[0]
+        if transformer_config.sequence_parallel:
+            length *= collectives.group_size(transformer.pg_collection.tp)
+        return length * transformer_config.context_parallel_size
+
+
+class RotaryEmbedding(_Rotary):
     """Angles for positions 0, 1, ...
 
     Args:
@@ -48,17 +71,8 @@ class RotaryEmbedding(nn.Module):
         cp_group: ProcessGroup | None = None,
     ):
         super().__init__()
-        if not 0.0 < rotary_percent <= 1.0:
-            raise ConfigError(f"--rotary-percent {rotary_percent}", why="a share in (0, 1]", fix="--rotary-percent 1.0")
-        channels = int(kv_channels * rotary_percent)
-        if channels % 2:
-            raise ConfigError(
-                f"{channels} rotated channels (head size {kv_channels}, --rotary-percent {rotary_percent})",
-                why="channels turn in pairs",
-                fix="another --rotary-percent or --kv-channels, so that the number is even",
-            )
         self.rotary_interleaved, self.seq_len_interpolation_factor = rotary_interleaved, seq_len_interpolation_factor
-        self.inv_freq = 1.0 / rotary_base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels)
+        self.inv_freq = inverse_frequencies(kv_channels, rotary_percent, rotary_base)
         if rope_scaling:
             self.inv_freq = stretch_frequencies(self.inv_freq, rope_scaling_factor)
         self._cached: tuple[Any, Tensor] | None = None
@@ -70,32 +84,81 @@ class RotaryEmbedding(nn.Module):
             positions = positions / self.seq_len_interpolation_factor
         return torch.outer(positions, self.inv_freq)
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """`[s, 1, 1, r]`: the angle of each channel (both channels of a pair hold it); kept from call to call."""
+        return self.angles(max_seq_len, offset)
+
+    def angles(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """As `forward`, whatever else a kind of rotary embedding returns."""
         device = torch.get_default_device() if self.inv_freq.device.type == "meta" else self.inv_freq.device
         key = (max_seq_len, offset, device)
         if self._cached is None or self._cached[0] != key:
             freqs = self.get_freqs_non_repeated(max_seq_len, offset)
-            freqs = freqs.repeat_interleave(2, dim=-1) if self.rotary_interleaved else torch.cat([freqs, freqs], dim=-1)
-            self._cached = key, freqs[:, None, None, :]
+            self._cached = key, of_channels(freqs, self.rotary_interleaved)[:, None, None, :]
         return self._cached[1]
 
-    def get_rotary_seq_len(
+
+class MultimodalRotaryEmbedding(_Rotary):
+    """Angles of tokens that have three positions each: time, height and width (Wang et al. 2024, Qwen2-VL).
+
+    The pairs of a head fall into three sections; a section turns by its own position. Text has three equal positions,
+    and so the plain angles.
+
+    Args: as RotaryEmbedding's.
+    """
+
+    def __init__(
         self,
-        inference_context: InferenceContext | None,
-        transformer: Any,
-        transformer_input: Tensor,
-        transformer_config: TransformerConfig,
-        packed_seq_params: Any = None,
-    ) -> int:
-        """How many positions this forward pass needs: the whole sequence's, also where a rank holds a shard."""
-        if inference_context is not None:
-            return inference_context.max_sequence_length
-        held = transformer_input if getattr(transformer, "input_tensor", None) is None else transformer.input_tensor
-        length = held.shape[0]
-        if transformer_config.sequence_parallel:
-            length *= collectives.group_size(transformer.pg_collection.tp)
-        return length * transformer_config.context_parallel_size
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        cp_group: ProcessGroup | None = None,
+    ):
+        super().__init__()
+        self.rotary_interleaved, self.seq_len_interpolation_factor = rotary_interleaved, seq_len_interpolation_factor
+        self.inv_freq = inverse_frequencies(kv_channels, rotary_percent, rotary_base)
+
+    def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: Any = None) -> Tensor:
+        """`[s, b, 1, r]`: the angle of each channel.
+
+        Args:
+            position_ids: `[3, b, s]`.
+            mrope_section: pairs that turn by time, by height, by width; together r / 2.
+        """
+        pairs = self.inv_freq.shape[0]
+        if len(mrope_section) != 3 or sum(mrope_section) != pairs or min(mrope_section) < 0:
+            raise ConfigError(
+                f"--mrope-section {' '.join(map(str, mrope_section))}",
+                why=f"time, height and width share the {pairs} pairs of rotated channels",
+                fix=f"three numbers whose sum is {pairs}",
+            )
+        positions = position_ids.to(self.inv_freq)
+        if self.seq_len_interpolation_factor is not None:
+            positions = positions / self.seq_len_interpolation_factor
+        each = positions.unsqueeze(-1) * self.inv_freq  # [3, b, s, r / 2]
+        freqs = torch.cat([part[axis] for axis, part in enumerate(each.split(mrope_section, dim=-1))], dim=-1)
+        return of_channels(freqs, self.rotary_interleaved).transpose(0, 1).unsqueeze(2)
+
+
+def inverse_frequencies(kv_channels: int, rotary_percent: float, rotary_base: float) -> Tensor:
+    """`[r / 2]`, fp32. Raises: ConfigError where channels do not come in pairs."""
+    if not 0.0 < rotary_percent <= 1.0:
+        raise ConfigError(f"--rotary-percent {rotary_percent}", why="a share in (0, 1]", fix="--rotary-percent 1.0")
+    channels = int(kv_channels * rotary_percent)
+    if channels % 2:
+        raise ConfigError(
+            f"{channels} rotated channels (head size {kv_channels}, --rotary-percent {rotary_percent})",
+            why="channels turn in pairs",
+            fix="another --rotary-percent or --kv-channels, so that the number is even",
+        )
+    return 1.0 / rotary_base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels)
+
+
+def of_channels(freqs: Tensor, interleaved: bool) -> Tensor:
+    """Angles of pairs `[..., r / 2]` -> of channels `[..., r]`."""
+    return freqs.repeat_interleave(2, dim=-1) if interleaved else torch.cat([freqs, freqs], dim=-1)
 
 
 def stretch_frequencies(
