@@ -215,6 +215,10 @@ NAMES: dict[str, dict[str, str]] = {
             "masking_do_permutation masking_use_longer_ngrams masking_use_geometric_distribution"
         ),
     },
+    "datasets.t5_dataset": {
+        "T5MaskedWordPieceDataset": "indexed_dataset dataset_path indexed_indices num_samples index_split config",
+        "T5MaskedWordPieceDatasetConfig": "sequence_length_decoder",
+    },
     "datasets.bert_dataset": {
         "BERTMaskedWordPieceDataset": "indexed_dataset dataset_path indexed_indices num_samples index_split config",
         "BERTMaskedWordPieceDatasetConfig": "random_seed sequence_length masking_probability classification_head",

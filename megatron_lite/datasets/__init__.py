@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_face(
         "fim_dataset": ["GPTFIMDataset", "GPTFIMDatasetConfig"],
         "sft_dataset": ["SFTDataset", "SFTLowLevelDataset"],
         "masked_dataset": ["MaskedWordPieceDataset", "MaskedWordPieceDatasetConfig"],
+        "t5_dataset": ["T5MaskedWordPieceDataset", "T5MaskedWordPieceDatasetConfig"],
         "bert_dataset": ["BERTMaskedWordPieceDataset", "BERTMaskedWordPieceDatasetConfig"],
         "blended_dataset": ["BlendedDataset"],
         "blended_megatron_dataset_config": [

@@ -13,6 +13,7 @@ with it (their text begins with `##`). Source: Devlin et al. 2019; Joshi et al. 
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -241,7 +242,7 @@ class MaskedWordPieceDataset(MegatronDataset):
     def _candidates(self, tokens: Sequence[int]) -> tuple[list[list[int]], list[int]]:
         """The words that may be masked, as lists of positions; and `boundaries` of `Masked`."""
         tokenizer, whole_words = self.config.tokenizer, self.config.masking_do_full_word
-        special = {tokenizer.cls, tokenizer.sep}
+        special = {special_token(tokenizer, name) for name in ("cls", "sep")}
         words: list[list[int]] = []
         boundaries = [1] * len(tokens)
         for position, token in enumerate(tokens):
@@ -337,6 +338,14 @@ class MaskedWordPieceDataset(MegatronDataset):
         for place, partner in zip(places, partners):
             tokens[place] = before[partner]
         return before
+
+
+def special_token(tokenizer: Any, *names: str) -> int | None:
+    """The first of these special tokens that the tokenizer has; None: it has none of them."""
+    for name in names:
+        with suppress(NotImplementedError, AttributeError):
+            return int(getattr(tokenizer, name))
+    return None
 
 
 def _cumulative(max_ngram: int, longer: bool) -> np.ndarray:

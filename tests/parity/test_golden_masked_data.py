@@ -11,6 +11,7 @@ from megatron_lite.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERT
 from megatron_lite.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron_lite.datasets.indexed_dataset import IndexedDataset
 from megatron_lite.datasets.sentence_index import build_mapping
+from megatron_lite.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron_lite.datasets.utils import Split
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -41,7 +42,10 @@ def test_sentence_index_is_megatrons(case):
 
 
 # kind -> (data set, its config)
-KINDS = {"bert": (BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig)}
+KINDS = {
+    "bert": (BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig),
+    "t5": (T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig),
+}
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.split("/")[0] in KINDS])
