@@ -258,7 +258,6 @@ LATER = [
     "transformer.multi_latent_attention.MLASelfAttention",
     "transformer.multi_token_prediction.MultiTokenPredictionBlock",
     "extensions.transformer_engine.TEColumnParallelLinear",
-    "datasets.t5_dataset.T5MaskedWordPieceDataset",
     "packed_seq_params.PackedSeqParams",
 ]
 
