@@ -52,6 +52,21 @@ LOG_NAMES = {
 }
 
 
+def _sequence_order(rows: int, cp: int, device: torch.device) -> Tensor:
+    """`[rows]`: where each row of what the ranks of a micro-batch gathered lies in the whole sequence.
+
+    Tensor-parallel ranks hold parts that follow each other, of what their context-parallel rank holds: one chunk from
+    the front of the sequence and its mirror image from the back. At a position the sequences of the batch lie side by
+    side.
+    """
+    if cp == 1:
+        return torch.arange(rows, device=device)
+    held = rows // cp
+    places = torch.arange(rows, device=device).view(2 * cp, held // 2)  # by chunk
+    rank = torch.arange(cp, device=device)
+    return torch.stack([places[rank], places[2 * cp - 1 - rank]], 1).reshape(-1)
+
+
 class Router(MegatronModule):
     """The linear part: `[s, b, h]` -> logits `[s, b, E]`.
 
@@ -178,19 +193,44 @@ class TopKRouter(Router):
             probs, routing_map = probs * real.unsqueeze(1), routing_map & real.unsqueeze(1)
         chosen = routing_map
         if config.moe_expert_capacity_factor is not None:
-            probs, routing_map = apply_router_token_dropping(
-                probs,
-                routing_map,
-                self.topk,
-                config.moe_expert_capacity_factor,
-                config.moe_token_drop_policy,
-                config.moe_pad_expert_input_to_capacity,
-                None if real is None else int(real.sum()),
-            )
+            probs, routing_map = self._dropped(probs, routing_map, real)
         if counted:
             probs = self._with_balancing_losses(probs, logits, real, s, b)
             self._count(chosen, routing_map & chosen, real)
         return probs, routing_map
+
+    def _dropped(self, probs: Tensor, routing_map: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The routing with every expert at its capacity, which is that of the whole micro-batch.
+
+        The ranks that share it look at all of its tokens, in the order of the sequence: each one's own part would drop
+        other tokens than one rank does, and tensor or context parallelism would change the model.
+        """
+        config, groups = self.config, self.pg_collection
+        group = groups.tp_cp if config.sequence_parallel else groups.cp  # else all tp ranks route the same tokens
+        pad = config.moe_pad_expert_input_to_capacity
+        ranks = group_size(group)
+        # Padded to the capacity all is known ahead, so the capacity must not depend on which tokens are real.
+        count = None if real is None or pad else real.sum()
+        scores, mine = probs.detach().masked_fill(~routing_map, -1.0), None
+        if ranks > 1:
+            everyone = scores.new_empty(ranks * len(scores), self.num_experts)
+            collectives.all_gather(everyone, scores, group, purpose="routing before dropping")
+            if count is not None:
+                collectives.all_reduce(count, group, purpose="router tokens")
+            order = _sequence_order(len(everyone), group_size(groups.cp), everyone.device)
+            mine = order.view(ranks, -1)[collectives.group_rank(group)]
+            scores = torch.empty_like(everyone).index_copy_(0, order, everyone)
+        kept = apply_router_token_dropping(
+            scores.clamp(min=0.0),
+            scores >= 0.0,
+            self.topk,
+            config.moe_expert_capacity_factor,
+            config.moe_token_drop_policy,
+            pad,
+            None if count is None else int(count),
+        )[1]
+        kept = kept if mine is None else kept.index_select(0, mine)
+        return probs * (kept & routing_map), kept
 
     # -- noise
 

@@ -71,6 +71,7 @@ class MoETokenDispatcher(ABC):
         assert config.num_moe_experts is not None
         self.num_experts: int = config.num_moe_experts
         self.ep_group, self.tp_group, self.tp_ep_group = groups.ep, groups.expt_tp, groups.tp_ep
+        self._shares_microbatch = group_size(groups.tp_cp) > 1
         self.ep_size, self.tp_size = group_size(self.ep_group), group_size(self.tp_group)
         first = group_rank(self.ep_group) * num_local_experts
         assert local_expert_indices == list(range(first, first + num_local_experts)), local_expert_indices
@@ -107,9 +108,12 @@ class MoETokenDispatcher(ABC):
         """-> `[s, b, h]`, and forgets the routing."""
 
     def _padded_rows(self, num_tokens: int) -> int | None:
-        """Rows that each expert gets from `num_tokens` tokens where all are padded to the capacity; else None."""
+        """Rows that each expert gets from `num_tokens` tokens where all are padded to the capacity; else None.
+
+        Where ranks share a micro-batch the capacity is that of all of them, and how much of it is here is not known.
+        """
         factor = self.config.moe_expert_capacity_factor
-        if not self.config.moe_pad_expert_input_to_capacity or factor is None:
+        if not self.config.moe_pad_expert_input_to_capacity or factor is None or self._shares_microbatch:
             return None
         return min(get_capacity(num_tokens * self.config.moe_router_topk, self.num_experts, factor), num_tokens)
 
