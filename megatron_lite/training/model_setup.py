@@ -6,6 +6,7 @@ model_provider(pre_process, post_process) -> module
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable
 from datetime import datetime
@@ -157,14 +158,26 @@ def print_datetime(what: str) -> None:
 def params_norm(model: list[nn.Module], pg_collection: ProcessGroupCollection) -> float:
     """L2 norm of all parameters, each counted once over the ranks of the model."""
     whole_parameters(model)
-    tp_rank = collectives.group_rank(pg_collection.tp)
-    params = [
-        p
-        for chunk in model
-        for p in chunk.parameters()
-        if not getattr(p, "shared", False) and (tp_rank == 0 or getattr(p, "tensor_model_parallel", False))
-    ]
-    norms = torch._foreach_norm([p.float() if p.dtype != torch.float32 else p for p in params])
-    total = torch.stack(list(norms)).float().square().sum()
-    collectives.all_reduce(total, pg_collection.mp, purpose="params norm")
-    return float(total.sqrt())
+    config: Any = model[0].config
+    # Experts that are spread over ranks in another way than the rest are summed over other ranks: also by a stage that
+    # has none.
+    spread = config.expert_model_parallel_size > 1
+    spread |= collectives.group_size(pg_collection.expt_tp) != collectives.group_size(pg_collection.tp)
+    total = 0.0
+    for is_expert in (False, True) if spread else (False,):
+        tp = pg_collection.expt_tp if is_expert else pg_collection.tp
+        params = [
+            p.float() if p.dtype != torch.float32 else p
+            for chunk in model
+            for p in chunk.parameters()
+            if is_expert == (not getattr(p, "allreduce", True))
+            and not getattr(p, "shared", False)
+            and (collectives.group_rank(tp) == 0 or getattr(p, "tensor_model_parallel", False))
+        ]
+        squares = torch.zeros((), device=next(model[0].parameters()).device)
+        if params:
+            squares = torch.stack(list(torch._foreach_norm(params))).float().square().sum()
+        group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
+        collectives.all_reduce(squares, group, purpose="params norm")
+        total += float(squares)
+    return math.sqrt(total)

@@ -164,8 +164,10 @@ def kinds(sent) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def test_alltoall_sends_rows_and_their_weights_there_and_back(world):
-    """ep 4, a token to 2 of 4 experts: rows and weights there, rows back, and the gradients of all three. Counted is the
-    whole exchange, T k rows, of which 1 - 1/e leave a rank: 4 (1 - 1/e) T k h elements, as the formula has it."""
+    """ep 4, a token to 2 of 4 experts: rows and weights there, rows back, and the gradients of all three.
+
+    Counted is the whole exchange, T k rows, of which 1 - 1/e leave a rank: 4 (1 - 1/e) T k h, as the formula has it.
+    """
     rows = S * B * K
     for *_, sent in world(4).run(on_rank, 1, 1, 4, {"moe_token_dispatcher_type": "alltoall"}):
         found = kinds(sent)
