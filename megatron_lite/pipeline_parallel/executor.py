@@ -9,6 +9,7 @@ model got its input by `set_input_tensor`. Both may be lists of tensors.
 
 What backward starts from, for M micro-batches: with two values loss / M; with three loss / max(num_tokens, 1) / M,
 or, with `calculate_per_token_loss`, the sum as it is: `finalize_model_grads` then divides by the tokens of all.
+Losses that ride along (`aux_loss`) weigh the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.aux_loss import AuxLossAutoScaler
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.pipeline_parallel.actions import (
     Action,
@@ -83,6 +85,8 @@ class Executor:
         """
         self._backward_kind = next((a.kind for a in actions if a.kind.gives_input_grad), Kind.BACKWARD)
         grads, params = self._sync_points(actions)
+        if not self.forward_only:
+            AuxLossAutoScaler.set_loss_scale(self._aux_loss_scale())
         if params is not None:
             for chunk in range(min(2, len(self.chunks))):
                 self._sync_params(chunk)
@@ -120,6 +124,15 @@ class Executor:
         if self.config.param_sync_func is None or self.forward_only or stages == 1:
             return grads, None
         return grads, param_sync_points(actions, rank, len(self.chunks))
+
+    def _aux_loss_scale(self) -> Tensor:
+        """What a loss weighs that a layer attaches: a mean as the main loss's mean, a sum as its sum."""
+        param = next(self.chunks[0].parameters(), None)
+        scale = torch.ones((), device=None if param is None else param.device)
+        if self.config.grad_scale_func is not None:
+            scale = self.config.grad_scale_func(scale)
+        per_token = getattr(self.config, "calculate_per_token_loss", False)
+        return scale if per_token else scale * (self.context_parallel_size / self.num_microbatches)
 
     def _late_chunk(self) -> int | None:
         """The chunk whose output layer puts weight gradients off until all passes are done; None: not on this stage."""

@@ -2,14 +2,19 @@
 
 Three passes of matrix products (forward, gradient of the input, gradient of the weight), two operations for each
 multiply-add, causal attention at half; recomputation is not counted. With T tokens, S2 the sum of squared sequence
-lengths, L layers, V the padded vocabulary, q and r the widths of all query and of all key heads:
+lengths, L layers (of which Lm have experts and Ld have none), V the padded vocabulary, q and r the widths of all query
+and of all key heads:
 
-    6 * { T * [ L * (3 or 2) * h * f  +  L * (h * (q + 2 r) + q * h)  +  h * V ]  +  S2 * L * q }
+    6 * { T * [ (3 or 2) * h * (f Ld + (fm K + fs) Lm)  +  L * (h * (q + 2 r) + q * h)  +  h * V ]  +  S2 * L * q }
+
+An expert is fm wide, a token goes to K of them and to shared experts of together fs. The router is left out.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+
+from megatron_lite.transformer.moe.moe_config import moe_layers
 
 
 def num_floating_point_operations(args: Namespace, batch_size: int) -> float:
@@ -23,7 +28,16 @@ def num_floating_point_operations(args: Namespace, batch_size: int) -> float:
     query = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     key = args.kv_channels * groups
-    mlp = (3 if args.swiglu or args.quick_geglu else 2) * h * args.ffn_hidden_size
+    mlps = (3 if args.swiglu or args.quick_geglu else 2) * h * _inner_widths(args)
     attention = h * (query + 2 * key) + query * h
     logits = h * args.padded_vocab_size
-    return 6 * (tokens * (layers * (mlp + attention) + logits) + squares * layers * query)
+    return 6 * (tokens * (mlps + layers * attention + logits) + squares * layers * query)
+
+
+def _inner_widths(args: Namespace) -> int:
+    """Inner width of the MLPs that a token passes through, over all layers."""
+    experts = sum(moe_layers(args.num_layers, args.num_experts, args.moe_layer_freq))
+    width = 0
+    if experts:
+        width = args.moe_ffn_hidden_size * args.moe_router_topk + (args.moe_shared_expert_intermediate_size or 0)
+    return args.ffn_hidden_size * (args.num_layers - experts) + width * experts

@@ -5,8 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
+from megatron_lite.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron_lite.training.arguments import core_transformer_config_from_args
 from megatron_lite.transformer.spec_utils import ModuleSpec, import_module
+from megatron_lite.transformer.transformer_block import TransformerBlockSubmodules
 
 
 def gpt_builder(
@@ -19,13 +21,17 @@ def gpt_builder(
         pre_process, post_process: this is the first, the last stage.
         vp_stage: which chunk of the stage.
     """
+    config = core_transformer_config_from_args(args)
+    layer_spec: ModuleSpec | TransformerBlockSubmodules
     if args.spec and args.spec != ["local"]:
         recipe = import_module(args.spec)
         layer_spec = recipe if isinstance(recipe, ModuleSpec) else recipe()
+    elif args.num_experts:
+        layer_spec = get_gpt_decoder_block_spec(config, normalization=args.normalization, vp_stage=vp_stage)
     else:
         layer_spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     return GPTModel(
-        config=core_transformer_config_from_args(args),
+        config=config,
         transformer_layer_spec=layer_spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

@@ -7,7 +7,8 @@ Recompute (Chen et al. 2016; Korthikanti et al. 2022):
 
     full, uniform   groups of N layers, the last may be smaller; each group keeps its input and runs again in backward
     full, block     the first N layers of the stage one by one, the rest keeps its activations
-    selective       within a layer: core_attn, mlp, layernorm (see TransformerLayer and Attention)
+    selective       within a layer: core_attn, mlp, layernorm (see TransformerLayer and Attention), moe, shared_experts
+                    (see MoELayer)
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")  # more come with the layers that they name
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "shared_experts")  # more come with the layers that they name
 
 
 @dataclass(kw_only=True)

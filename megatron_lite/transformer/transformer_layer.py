@@ -18,7 +18,8 @@ from megatron_lite.tensor_parallel.random import CheckpointWithoutOutput, checkp
 from megatron_lite.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron_lite.transformer.inference_context import InferenceContext
 from megatron_lite.transformer.module import MegatronModule
-from megatron_lite.transformer.spec_utils import ModuleSpec, build_module
+from megatron_lite.transformer.moe.moe_layer import MoELayer
+from megatron_lite.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron_lite.transformer.transformer_config import TransformerConfig
 
 
@@ -82,12 +83,15 @@ class TransformerLayer(MegatronModule, BaseTransformerLayer):
         self.cross_attention = build_module(submodules.cross_attention, **inner)
         self.cross_attn_bda = build_module(submodules.cross_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
-        self.mlp = build_module(submodules.mlp, config=config, tp_group=self.pg_collection.tp)
+        kind = get_module(submodules.mlp)
+        has_experts = isinstance(kind, type) and issubclass(kind, MoELayer)
+        of_dense: dict[str, Any] = {"config": config, "tp_group": self.pg_collection.tp}
+        self.mlp = build_module(submodules.mlp, **(inner if has_experts else of_dense))
         self.mlp_bda = build_module(submodules.mlp_bda)
 
         selective = config.recompute_granularity == "selective"
         modules = config.recompute_modules or []
-        self.recompute_mlp = selective and "mlp" in modules
+        self.recompute_mlp = selective and "mlp" in modules and not has_experts  # "moe": see MoELayer
         # A norm whose output is also the residual cannot be forgotten.
         post = config.apply_residual_connection_post_layernorm
         forgettable = selective and "layernorm" in modules and not post

@@ -6,14 +6,22 @@ from typing import Any
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.fusions.bias_dropout_add import get_bias_dropout_add
+from megatron_lite.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron_lite.transformer.dot_product_attention import DotProductAttention
 from megatron_lite.transformer.enums import AttnMaskType
 from megatron_lite.transformer.identity_op import IdentityOp
 from megatron_lite.transformer.mlp import MLP, MLPSubmodules
+from megatron_lite.transformer.moe.moe_config import moe_layers
 from megatron_lite.transformer.spec_utils import ModuleSpec
 from megatron_lite.transformer.torch_norm import WrappedTorchNorm
+from megatron_lite.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+)
+from megatron_lite.transformer.transformer_config import TransformerConfig
 from megatron_lite.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
@@ -29,19 +37,18 @@ def get_gpt_layer_local_spec(
     use_kitchen: bool = False,
     **unknown: Any,
 ) -> ModuleSpec:
-    """A dense layer of this package's own modules.
+    """A layer of this package's own modules.
 
     Args:
+        num_experts: a layer of so many experts in place of the MLP.
+        moe_grouped_gemm, moe_use_legacy_grouped_gemm: experts in one grouped product.
         qk_layernorm: norm queries and keys, head by head.
         normalization: accepted as Megatron has it: norms are made by `config.normalization`.
         others: refused while what they ask for is not built.
     """
     _refuse(
-        num_experts=num_experts,
-        moe_grouped_gemm=moe_grouped_gemm,
         multi_latent_attention=multi_latent_attention,
         fp8=fp8,
-        moe_use_legacy_grouped_gemm=moe_use_legacy_grouped_gemm,
         qk_l2_norm=qk_l2_norm,
         use_kitchen=use_kitchen,
         **unknown,
@@ -64,17 +71,69 @@ def get_gpt_layer_local_spec(
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=get_mlp_module_spec(),
+            mlp=get_mlp_module_spec(False, num_experts, moe_grouped_gemm, moe_use_legacy_grouped_gemm),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def get_mlp_module_spec() -> ModuleSpec:
-    """The dense feed-forward half."""
+def get_mlp_module_spec(
+    use_te: bool | None = False,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    moe_use_legacy_grouped_gemm: bool | None = False,
+) -> ModuleSpec:
+    """The feed-forward half: an MLP, or experts where their number is given."""
+    if num_experts is not None:
+        return get_moe_module_spec(use_te, num_experts, moe_grouped_gemm, moe_use_legacy_grouped_gemm)
     return ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
+
+
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig,
+    use_transformer_engine: bool = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+) -> list[ModuleSpec]:
+    """A spec for every layer of the model: experts where `moe_layer_freq` says so, an MLP elsewhere."""
+    if use_transformer_engine:
+        return [get_gpt_layer_with_transformer_engine_spec()]
+
+    def layer(num_experts: int | None) -> ModuleSpec:
+        return get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=getattr(config, "multi_latent_attention", False),
+            normalization=normalization,
+            qk_l2_norm=qk_l2_norm,
+        )
+
+    dense, experts = layer(None), layer(config.num_moe_experts)
+    kinds = moe_layers(config.num_layers, config.num_moe_experts, config.moe_layer_freq)
+    return [experts if has_experts else dense for has_experts in kinds]
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig,
+    use_transformer_engine: bool = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage.
+
+    Args:
+        vp_stage: which chunk of the stage.
+        pp_rank: None = this rank's.
+    """
+    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=specs[first : first + count], layer_norm=WrappedTorchNorm)
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:

@@ -295,6 +295,12 @@ def _balance(c: Any) -> Iterator[ConfigError]:
             why="it is an experiment that this package does not take part in",
             fix="aux_loss, or none with --moe-router-enable-expert-bias",
         )
+    if "sinkhorn" in kinds and any(coefficients if isinstance(coefficients, list) else [coefficients]):
+        yield ConfigError(
+            f"--moe-router-load-balancing-type sinkhorn with --moe-aux-loss-coeff {coefficients}",
+            why="the assignment itself is even; there is no loss to weigh",
+            fix="leave the coefficient out",
+        )
     if len(kinds) > 1 and set(kinds) - set(AUX_LOSSES):
         yield ConfigError(
             f"--moe-router-load-balancing-type {' '.join(kinds)}",
@@ -389,6 +395,12 @@ def _dispatch(c: Any) -> Iterator[ConfigError]:
             "--moe-shared-expert-overlap with --moe-token-dispatcher-type allgather",
             why="shared experts run between the steps of an exchange, and this dispatcher has none",
             fix="--moe-token-dispatcher-type alltoall",
+        )
+    if c.moe_shared_expert_overlap and "shared_experts" in (c.recompute_modules or ()):
+        yield ConfigError(
+            "--recompute-modules shared_experts with --moe-shared-expert-overlap",
+            why="recomputed they run in one piece",
+            fix="leave one of them out",
         )
 
 
