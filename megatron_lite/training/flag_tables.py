@@ -35,7 +35,7 @@ CAPABILITIES = {
     "launch": ("this way to stop", "--exit-signal-handler, --exit-interval or --exit-duration-in-mins"),
     "mamba": ("state-space (Mamba) layers", "attention layers"),
     "mla": ("multi-latent attention", "--group-query-attention"),
-    "moe": ("mixture of experts", "a dense model, without --num-experts"),
+    "moe": ("this option of experts", "leave it out"),
     "mtp": ("multi-token prediction", "leave it out"),
     "mup": ("width-transfer parametrisation", "leave it out"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
@@ -57,6 +57,7 @@ CAPABILITIES = {
 # key -> what is done instead: these buy speed or memory on special hardware and never change numbers
 NOTICES = {
     "notice:eager": "steps run without CUDA graphs",
+    "notice:flex": "the dispatcher whose kernels it chooses needs a vendor's library",
     "notice:host copies": "the optimizer's gradients and weights are copied to the host and back in one piece each",
     "notice:host torch": "what steps on the host is torch's optimizer",
     "notice:in place": "weights are made where they stay",
@@ -65,7 +66,9 @@ NOTICES = {
     "notice:offload": "everything stays on the device",
     "notice:one format": "there is one format on disk",
     "notice:overlap": "--tp-comm-overlap sends parts between ranks as it is; there are no user buffers to set up",
+    "notice:permute": "tokens and their weights are sorted in one pass as it is",
     "notice:profiler": "--profile writes torch.profiler's trace",
+    "notice:router": "the router's steps are not fused into one kernel",
     "notice:sync save": "saves are synchronous",
     "notice:unfused": "there is no such kernel to turn off",
     "no effect": "",  # obsolete in Megatron as well: in silence

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_lite.transformer.moe.moe_config import moe_layers
+from megatron_lite.transformer.moe.moe_rules import moe_layers
 
 
 def num_floating_point_operations(args: Namespace, batch_size: int) -> float:

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.rule import Rule, broken
-from megatron_lite.transformer.moe.moe_config import moe_problems
+from megatron_lite.transformer.moe.moe_rules import moe_problems
 
 EXPERTS: tuple[Rule, ...] = (
     Rule(

@@ -15,7 +15,8 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.transformer.enums import AttnBackend
 from megatron_lite.transformer.mla_config import ROPE_TYPES, mla_problems
-from megatron_lite.transformer.moe.moe_config import MoEConfig, moe_problems
+from megatron_lite.transformer.moe.moe_config import MoEConfig
+from megatron_lite.transformer.moe.moe_rules import moe_problems
 from megatron_lite.transformer.rotary_config import RotaryConfig, rotary_problems
 
 if TYPE_CHECKING:
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "shared_experts")  # more come with the layers that they name
+RECOMPUTE_MODULES = (
+    "core_attn",
+    "layernorm",
+    "mlp",
+    "moe",
+    "shared_experts",
+)  # more come with the layers that they name
 
 
 @dataclass(kw_only=True)

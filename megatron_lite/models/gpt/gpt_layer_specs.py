@@ -13,7 +13,7 @@ from megatron_lite.transformer.dot_product_attention import DotProductAttention
 from megatron_lite.transformer.enums import AttnMaskType
 from megatron_lite.transformer.identity_op import IdentityOp
 from megatron_lite.transformer.mlp import MLP, MLPSubmodules
-from megatron_lite.transformer.moe.moe_config import moe_layers
+from megatron_lite.transformer.moe.moe_rules import moe_layers
 from megatron_lite.transformer.spec_utils import ModuleSpec
 from megatron_lite.transformer.torch_norm import WrappedTorchNorm
 from megatron_lite.transformer.transformer_block import (

@@ -10,7 +10,10 @@ y [s, b, h]
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +29,12 @@ from megatron_lite.transformer.moe.router import TopKRouter
 from megatron_lite.transformer.moe.token_dispatcher import DISPATCHERS
 from megatron_lite.transformer.spec_utils import ModuleSpec, build_module
 from megatron_lite.transformer.transformer_config import TransformerConfig
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass
@@ -88,6 +97,8 @@ class MoELayer(MegatronModule):
             )
         self._duplicated = collectives.group_size(self.pg_collection.tp) > 1 and not config.sequence_parallel
         modules = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+        # On a GPU shared experts can run on a stream of their own while tokens travel.
+        self.overlaps_shared = config.moe_shared_expert_overlap and torch.cuda.is_available()
         self.recompute = "moe" in modules
         self.recompute_shared_experts = "shared_experts" in modules
 
@@ -114,7 +125,8 @@ class MoELayer(MegatronModule):
 
     def _forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         probs, routing_map = self.router(x, padding_mask)
-        shared = self._shared(x)
+        with self._beside(x) as stream:
+            shared = self._shared(x)
         rows, weights = self.token_dispatcher.dispatch_preprocess(x, routing_map, probs)
         rows, weights = self.token_dispatcher.token_dispatch(rows, weights)
         rows, rows_per_expert, weights = self.token_dispatcher.dispatch_postprocess(rows, weights)
@@ -123,7 +135,21 @@ class MoELayer(MegatronModule):
         rows = self.token_dispatcher.combine_preprocess(rows)
         rows = self.token_dispatcher.token_combine(rows)
         y = self.token_dispatcher.combine_postprocess(rows)
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
         return y if shared is None else y + shared
+
+    @contextmanager
+    def _beside(self, x: Tensor) -> Iterator[torch.cuda.Stream | None]:
+        """A block whose work runs beside what follows it, where that is wanted and there is a GPU."""
+        if not self.overlaps_shared or self.shared_experts is None or not x.is_cuda:
+            yield None
+            return
+        stream = _side_stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        x.record_stream(stream)
+        with torch.cuda.stream(stream):
+            yield stream
 
     def _shared(self, x: Tensor) -> Tensor | None:
         if self.shared_experts is None:

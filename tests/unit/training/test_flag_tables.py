@@ -38,7 +38,7 @@ PENDING = {
     "launch": 1,
     "mamba": 6,
     "mla": 6,
-    "moe": 43,
+    "moe": 12,
     "mtp": 4,
     "mup": 6,
     "other dtypes": 2,

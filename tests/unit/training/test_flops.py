@@ -31,6 +31,59 @@ def test_operations_equal_the_published_values(row):
         padded_vocab_size=vocabulary,
         swiglu=swiglu,
         quick_geglu=False,
+        num_experts=None,
+        moe_layer_freq=1,
     )
     found = num_floating_point_operations(args, batch)
     assert found == operations or found == pytest.approx(operations, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "operations"),
+    [
+        (
+            {
+                "num_layers": 32,
+                "hidden_size": 4096,
+                "ffn_hidden_size": 14336,
+                "num_attention_heads": 32,
+                "num_query_groups": 8,
+                "kv_channels": 128,
+                "seq_length": 4096,
+                "padded_vocab_size": 32000,
+                "num_experts": 8,
+                "moe_ffn_hidden_size": 14336,
+                "moe_layer_freq": 1,
+                "moe_shared_expert_intermediate_size": None,
+            },
+            256,
+            83_578_276_873_764_864,
+        ),
+        (
+            # The published value of this model, 541,360,128, counts a further prediction layer: without it a dense
+            # layer (as the last one), its attention, 3 h + 2 h^2 and the logits are less.
+            {
+                "num_layers": 4,
+                "hidden_size": 64,
+                "ffn_hidden_size": 256,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "kv_channels": 16,
+                "seq_length": 32,
+                "padded_vocab_size": 256,
+                "num_experts": 4,
+                "moe_ffn_hidden_size": 96,
+                "moe_layer_freq": 2,
+                "moe_shared_expert_intermediate_size": 48,
+            },
+            8,
+            541_360_128
+            - 6 * (256 * (64 * 3 * 256 + 64 * 128 + 64 * 64 + 3 * 64 + 2 * 64**2 + 64 * 256) + 8 * 32**2 * 64),
+        ),
+    ],
+    ids=["mixtral-8x7b", "tiny"],
+)
+def test_operations_of_experts_equal_the_published_values(model, batch, operations):
+    """Counting all experts, not the chosen ones, would inflate them fourfold."""
+    args = Namespace(**model, moe_router_topk=2, group_query_attention=True, swiglu=True, quick_geglu=False)
+    assert num_floating_point_operations(args, batch) == operations

@@ -92,8 +92,9 @@ def test_mlp_is_its_formula(gated):
     inner = F.silu(inner[..., :24]) * inner[..., 24:] if gated else F.silu(inner)
     y, bias = mlp(hidden())
     torch.testing.assert_close(y + bias, F.linear(inner, mlp.linear_fc2.weight, mlp.linear_fc2.bias))
-    scaled, _ = mlp(hidden(), per_token_scale=torch.full((5, 2), 2.0))
-    torch.testing.assert_close(scaled, 2 * y)
+    scaled, rest = mlp(hidden(), per_token_scale=torch.full((5, 2), 2.0))
+    torch.testing.assert_close(scaled, 2 * (y + bias))
+    assert rest is None
 
 
 def layer(**more):
@@ -192,8 +193,8 @@ def test_a_bf16_model_keeps_its_attributes_and_answers_in_fp32(fp32_residual):
 
 
 def test_layers_that_are_not_built_are_refused():
-    with pytest.raises(ConfigError, match="num_experts"):
-        get_gpt_layer_local_spec(num_experts=8)
+    with pytest.raises(ConfigError, match="fp8"):
+        get_gpt_layer_local_spec(fp8="hybrid")
     with pytest.raises(ConfigError, match="--transformer-impl local"):
         get_gpt_layer_with_transformer_engine_spec()
     with pytest.raises(ConfigError, match="--num-query-groups 3"):
