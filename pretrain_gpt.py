@@ -10,21 +10,19 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-# Rooms, not names: a room loads when a name of it is used, so that --help need not wait for torch.
-from megatron_lite import datasets, training
+# The room, not names: it loads when a name of it is used, so that --help need not wait for torch.
+from megatron_lite import training
 from megatron_lite.enums import ModelType
-from megatron_lite.log import print_rank_0
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from megatron_lite.models.gpt import GPTModel
+ARGS_DEFAULTS = training.defaults_of("gpt")
 
 
-def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
     """The GPT of the command line, or this pipeline stage's part of it."""
-    print_rank_0("building GPT model ...")
-    return training.gpt_builder(training.get_args(), pre_process, post_process, vp_stage)
+    return training.build_model(training.get_args(), pre_process, post_process, vp_stage)
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:
@@ -51,12 +49,7 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]
 
 def train_valid_test_datasets_provider(sizes: list[int | None]) -> tuple[Any, Any, Any]:
     """GPT data sets of the three splits."""
-    args = training.get_args()
-    kind, config = training.gpt_dataset_class(args), training.gpt_dataset_config(args, training.get_tokenizer())
-    print_rank_0("> building train, validation, and test datasets for GPT ...")
-    built = datasets.BlendedMegatronDatasetBuilder(kind, sizes, training.is_dataset_built_on_rank, config).build()
-    print_rank_0("> finished creating GPT datasets ...")
-    return tuple(built)
+    return training.build_datasets(sizes)
 
 
 if __name__ == "__main__":
@@ -65,5 +58,5 @@ if __name__ == "__main__":
         model_provider,
         ModelType.encoder_or_decoder,
         forward_step,
-        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+        args_defaults=ARGS_DEFAULTS,
     )

@@ -1,11 +1,11 @@
-"""`megatron-lite data index`: the order of all samples of a GPT run, built before the run, in one process on a CPU.
+"""`megatron-lite data index`: the order of all samples of a run, built before the run, in one process on a CPU.
 
     megatron-lite data index --data-path corpus --split 99,1,0 --seq-length 1024 --seed 1234 --train-samples 1000000
                              --global-batch-size 256 --tokenizer-type ... --data-cache-path cache
 
-The flags are those of `pretrain_gpt.py`: its whole command line (or `--config`) may be given, and what has no say in
-the data is passed over. The run then finds every file of the cache, whatever its layout. With
-`--per-dataset-sequences-path FILE` the file of that flag is written, too.
+The flags are those of `pretrain_gpt.py`, with `--model bert` those of `pretrain_bert.py`, and so on: the whole command
+line (or `--config`) may be given, and what has no say in the data is passed over. The run then finds every file of the
+cache, whatever its layout. With `--per-dataset-sequences-path FILE` the file of that flag is written, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_lite.datasets.indexed_dataset import IndexedDataset
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.training.families import FAMILIES, defaults_of
 
 # What the data do not depend on, so that it need not be given. What is given is checked as the run checks it.
 _ANY_MODEL = {
@@ -38,6 +39,7 @@ def _more_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="Ranks of the run that will use the caches. Default: as many as its model-parallel layout needs.",
     )
+    parser.add_argument("--model", choices=tuple(FAMILIES), default="gpt", help="What kind of model the run trains.")
     return parser
 
 
@@ -48,7 +50,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     from megatron_lite.training.arguments import parse_args, validate_args
 
-    args = parse_args(list(argv), _more_flags, {"tokenizer_type": "GPT2BPETokenizer", **_ANY_MODEL})
+    family, _ = _more_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(list(argv))
+    args = parse_args(list(argv), _more_flags, {**defaults_of(family.model), **_ANY_MODEL})
     if args.mock_data or not any(
         (
             args.data_path,
@@ -102,16 +105,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     args = _arguments(argv)
     from megatron_lite.datasets.blended_dataset import BlendedDataset
-    from megatron_lite.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron_lite.datasets.dataset_table import mids_of
     from megatron_lite.training.data_loading import train_valid_test_num_samples
     from megatron_lite.training.global_vars import build_tokenizer
-    from megatron_lite.training.gpt_data import gpt_dataset_class, gpt_dataset_config
+    from megatron_lite.training.model_parts import dataset_builder
 
     start = time.monotonic()
-    config = gpt_dataset_config(args, build_tokenizer(args))
-    sizes = train_valid_test_num_samples(args)
-    tops = BlendedMegatronDatasetBuilder(gpt_dataset_class(args), sizes, lambda: True, config).build()
+    builder = dataset_builder(args, build_tokenizer(args), train_valid_test_num_samples(args), lambda: True)
+    tops, config = builder.build(), builder.config
     mids = [mid for top in tops for mid in mids_of(top)]
     made = sum(mid.built_anew_on_cache_miss for mid in mids)
     folders = [config.path_to_cache] if config.path_to_cache else sorted({f"{mid.dataset_path}/cache" for mid in mids})

@@ -10,11 +10,9 @@ Text goes to standard output as it comes, notes to standard error. The same seed
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_lite.cli.loaded_model import LoadedModel, load_model
 from megatron_lite.cli.sampling import Sampling, next_token
-from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError, DataError
-from megatron_lite.training import global_vars
-from megatron_lite.training.checkpointing import load_checkpoint
-from megatron_lite.training.entry import read_arguments
-from megatron_lite.training.gpt_builder import gpt_builder
-from megatron_lite.training.initialize import initialize_megatron
-from megatron_lite.training.model_setup import get_model
+from megatron_lite.training.families import FAMILIES, family_of
 from megatron_lite.transformer.inference_context import InferenceContext
 
 
@@ -104,38 +97,6 @@ class Generator:
             yield rest
 
 
-def load_generator(load: str, flags: Sequence[str] = (), seed: int = 1234) -> Generator:
-    """The model of a checkpoint, built as the arguments inside say.
-
-    Args:
-        load: what `--save` was when it was trained.
-        flags: further flags of training, such as `--ckpt-step 100`, `--bf16` or `--tokenizer-model PATH`.
-    Raises: ConfigError, CheckpointError, DataError.
-    """
-    with redirect_stdout(io.StringIO()):  # the start-up lines of a training run
-        words = ["--load", load, "--use-checkpoint-args", "--no-load-rng", "--no-load-optim", "--seed", str(seed)]
-        words += ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]  # asked of every run, used by none here
-        args = read_arguments(argv=[*words, *flags])
-        if args.world_size != 1:
-            raise ConfigError(
-                f"megatron-lite generate was started as {args.world_size} processes",
-                why="it runs in one",
-                fix="start it without torchrun",
-            )
-        global_vars.set_args(args)
-        tokenizer = global_vars.build_tokenizer(args)
-        global_vars.set_tokenizer(tokenizer)
-        groups = initialize_megatron(args)
-
-        def provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
-            return gpt_builder(args, pre_process, post_process)
-
-        (model,) = get_model(provider, ModelType.encoder_or_decoder, args, groups, wrap_with_ddp=False)
-        load_checkpoint([model], None, None)
-        model.eval()
-    return Generator(model, tokenizer, args.max_position_embeddings, args.device)
-
-
 def prompts_of(args: argparse.Namespace) -> list[str]:
     """The prompts of the command line, or those of a file, one a line."""
     if args.prompts_file is None:
@@ -206,18 +167,46 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
-    """The verb."""
-    args, flags = build_parser().parse_known_args(list(argv))
-    sampling = Sampling(temperature=0.0 if args.greedy else args.temperature, top_k=args.top_k, top_p=args.top_p)
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """How tokens are chosen. Raises: ConfigError for numbers that mean nothing."""
+    return Sampling(temperature=0.0 if args.greedy else args.temperature, top_k=args.top_k, top_p=args.top_p)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises: ConfigError, before a model is loaded."""
+    sampling_of(args)
     if args.num_tokens_to_generate < 1:
         raise ConfigError(f"--num-tokens-to-generate {args.num_tokens_to_generate}", fix="1 or more")
     if args.random_seed < 1:
         raise ConfigError(f"--random-seed {args.random_seed}", why="seeds are positive", fix="--random-seed 1234")
-    prompts = prompts_of(args)
-    generator = load_generator(args.load, flags, args.random_seed)
+
+
+def write_texts(loaded: LoadedModel, args: argparse.Namespace, prompts: Sequence[str]) -> None:
+    """GPT: each prompt with the text that follows it."""
+    sampling = sampling_of(args)
+    generator = Generator(loaded.model, loaded.tokenizer, loaded.args.max_position_embeddings, loaded.args.device)
     for number, prompt in enumerate(prompts):
         if number:
             print("-" * 40)
         write(generator, prompt, args.num_tokens_to_generate, sampling, args.random_seed)
+
+
+# Family -> what its models do with prompts.
+WRITERS: dict[str, Callable[[LoadedModel, argparse.Namespace, Sequence[str]], None]] = {"gpt": write_texts}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb."""
+    args, flags = build_parser().parse_known_args(list(argv))
+    _check(args)
+    prompts = prompts_of(args)
+    loaded = load_model(args.load, flags, args.random_seed)
+    family = family_of(loaded.args)
+    if family not in WRITERS:
+        raise ConfigError(
+            f"{args.load} holds a model of {FAMILIES[family].title}",
+            why=f"this verb writes with {', '.join(FAMILIES[name].title for name in WRITERS)}",
+            fix="a checkpoint of such a model",
+        )
+    WRITERS[family](loaded, args, prompts)
     return 0

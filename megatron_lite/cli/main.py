@@ -21,7 +21,7 @@ from megatron_lite.errors import ConfigError, MegatronLiteError
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": (
         "megatron_lite.cli.quickstart",
-        "raw text in, trained GPT out: all the steps below, one after the other",
+        "raw text in, trained model out: all the steps below, one after the other",
     ),
     "corpus": (
         "megatron_lite.cli.corpus",

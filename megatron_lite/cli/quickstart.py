@@ -1,4 +1,4 @@
-"""`megatron-lite quickstart`, which is `make train`: raw text in, trained GPT out.
+"""`megatron-lite quickstart`, which is `make train`: raw text in, trained model out.
 
     1 corpus     --text, or the standard library's source   -> RUN/data/corpus.jsonl
     2 tokenizer  a SentencePiece model of that corpus       -> RUN/data/tokenizer.model
@@ -6,6 +6,8 @@
     4 training   pretrain_gpt.py --config configs/...yaml   -> RUN/checkpoints, RUN/tensorboard
     5 sample     what the trained model writes              -> RUN/sample.txt
     6 report     picture and page                           -> RUN/loss.png, RUN/report.html
+
+(GPT's; `quickstart_recipes` tells what other models do in steps 2 to 5.)
 
 Every step is a command that is shown before it runs, so that it can be run by hand. A step whose output is there is
 not repeated: a second start continues a run that was stopped, or says that it is done. What the outputs were made from
@@ -31,11 +33,11 @@ import yaml
 
 import megatron_lite
 from megatron_lite.cli import corpus, preprocess, report, train_tokenizer
+from megatron_lite.cli.quickstart_recipes import RECIPES, Recipe
 from megatron_lite.errors import ConfigError, DataError, MegatronLiteError
 from megatron_lite.training.report import duration
 
 CHECKOUT = Path(megatron_lite.__file__).resolve().parent.parent
-VOCAB_SIZE = 8192
 FEWEST_DOCUMENTS = 20  # below that the held-out twentieth is empty
 STEPS = ("corpus", "tokenizer", "tokens", "training", "sample", "report")
 
@@ -72,18 +74,28 @@ class Quickstart:
         run: the folder of the results.
         text: the user's text, or None for the standard library.
         config: YAML file of training flags.
+        recipe: how this kind of model is trained and used.
         iterations: None: as the config says.
         flags: further flags of training.
     """
 
-    def __init__(self, run: Path, text: Path | None, config: Path, iterations: int | None, flags: list[str]):
+    def __init__(
+        self,
+        run: Path,
+        text: Path | None,
+        config: Path,
+        iterations: int | None,
+        flags: list[str],
+        recipe: Recipe = RECIPES["gpt"],
+    ):
+        self.recipe = recipe
         self.run, self.text, self.config, self.flags = run, text, config, flags
         settings = _settings(config)
         self.iterations_given = iterations is not None
         self.iterations: int = iterations if iterations is not None else settings["train-iters"]
         self.data, self.checkpoints = run / "data", run / "checkpoints"
-        self.corpus, self.tokenizer = self.data / "corpus.jsonl", self.data / "tokenizer.model"
-        self.tokens = self.data / "corpus_text_document"
+        self.corpus, self.tokenizer = self.data / "corpus.jsonl", self.data / recipe.tokenizer_file
+        self.tokens = self.data / f"corpus_text_{recipe.unit}"
         self.sample = run / "sample.txt"
         self.source = corpus.user_text(text) if text else corpus.standard_library()
         try:
@@ -95,7 +107,7 @@ class Quickstart:
     # -- what is there already ---------------------------------------------------------------------------------
     def forget_what_no_longer_fits(self) -> None:
         """Outputs made from other inputs go: data are deleted, a training is put aside."""
-        data = {"source": self.source.fingerprint(), "vocab_size": VOCAB_SIZE}
+        data = {"source": self.source.fingerprint(), "vocab_size": self.recipe.vocab_size}
         if self.state.get("data") != data:
             if self.state.get("data"):
                 print(f"the text has changed since {self.data} was made: making it anew")
@@ -176,17 +188,19 @@ class Quickstart:
             )
 
     def _make_tokenizer(self) -> None:
-        words = ["--input", _short(self.corpus), "--output", _short(self.tokenizer), "--vocab-size", str(VOCAB_SIZE)]
+        words = ["--input", _short(self.corpus), "--output", _short(self.tokenizer)]
+        words += ["--vocab-size", str(self.recipe.vocab_size), *self.recipe.train_tokenizer]
         _verb("train-tokenizer", train_tokenizer.main, words)
 
     def _make_tokens(self) -> None:
-        words = ["--input", _short(self.corpus), "--output-prefix", _short(self.data / "corpus"), "--append-eod"]
-        words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", _short(self.tokenizer)]
+        words = ["--input", _short(self.corpus), "--output-prefix", _short(self.data / "corpus")]
+        words += self.recipe.preprocess(self.text is not None)
+        words += ["--tokenizer-type", self.recipe.tokenizer_type, self.recipe.tokenizer_flag, _short(self.tokenizer)]
         _verb("preprocess", preprocess.main, words)
 
     def _train(self) -> None:
-        words = ["pretrain_gpt.py", "--config", _short(self.config), "--data-path", _short(self.tokens)]
-        words += ["--tokenizer-model", _short(self.tokenizer)]
+        words = [self.recipe.script, "--config", _short(self.config), "--data-path", _short(self.tokens)]
+        words += [self.recipe.tokenizer_flag, _short(self.tokenizer)]
         words += ["--save", _short(self.checkpoints), "--load", _short(self.checkpoints)]
         words += ["--tensorboard-dir", _short(self.run / "tensorboard"), "--override-opt_param-scheduler"]
         if self.state.get("precision") == "bf16":
@@ -210,8 +224,7 @@ class Quickstart:
             raise ended
 
     def _write_sample(self) -> None:
-        words = ["generate", "--load", _short(self.checkpoints), "--prompt", "" if self.text else "def main("]
-        words += ["--num-tokens-to-generate", "160", "--temperature", "0.7", "--top_k", "40"]
+        words = ["generate", "--load", _short(self.checkpoints), *self.recipe.sample(self.text is not None)]
         print("    $ megatron-lite " + shlex.join(words), flush=True)
         temporary = self.sample.with_name("sample.partial")
         with temporary.open("wb") as out:
@@ -234,7 +247,8 @@ class Quickstart:
         print("\n  picture      ", _short(self.run / "loss.png"))
         print("  report       ", _short(self.run / "report.html"))
         print("  TensorBoard   tensorboard --logdir", _short(self.run / "tensorboard"))
-        print("  more text     megatron-lite generate --load", _short(self.checkpoints), "--prompt 'def '", flush=True)
+        more = shlex.join(["megatron-lite", "generate", "--load", _short(self.checkpoints), *self.recipe.more])
+        print("  more text    ", more, flush=True)
 
 
 def fast_precision() -> str:
@@ -287,10 +301,10 @@ def _free_name(path: Path) -> Path:
 
 def main(argv: Sequence[str]) -> int:
     """The verb."""
-    models = sorted(file.stem.removesuffix("_small") for file in (CHECKOUT / "configs").glob("*_small.yaml"))
+    models = sorted(name for name in RECIPES if (CHECKOUT / "configs" / f"{name}_small.yaml").exists())
     parser = argparse.ArgumentParser(
         "megatron-lite quickstart",
-        description="Raw text in, trained GPT out. Unknown flags go to pretrain_gpt.py.",
+        description="Raw text in, trained model out. Unknown flags go to the training script.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", default="gpt", help=f"{', '.join(models)}: configs/MODEL_small.yaml (default: gpt)")
@@ -300,21 +314,23 @@ def main(argv: Sequence[str]) -> int:
         "--run", type=Path, metavar="DIR", help="folder of the results (default: runs/<name of the text>)"
     )
     args, flags = parser.parse_known_args(list(argv))
-    if not (CHECKOUT / "pretrain_gpt.py").exists():
+    if args.model not in models:
+        raise ConfigError(f"--model {args.model}", why=f"models are {', '.join(models)}", fix="MODEL=gpt")
+    recipe = RECIPES[args.model]
+    if not (CHECKOUT / recipe.script).exists():
         raise ConfigError(
-            f"there is no pretrain_gpt.py in {CHECKOUT}",
+            f"there is no {recipe.script} in {CHECKOUT}",
             why="the quickstart trains with the entry script of a source checkout",
             fix="git clone the repository, then make train",
         )
-    if args.model not in models:
-        raise ConfigError(f"--model {args.model}", why=f"models are {', '.join(models)}", fix=f"MODEL={models[0]}")
     if args.iters is not None and args.iters < 1:
         raise ConfigError(f"--iters {args.iters}", why="it is a number of training steps", fix="ITERS=300")
-    run = args.run or Path("runs") / (args.text.resolve().stem if args.text else "stdlib")
+    name = args.text.resolve().stem if args.text else "stdlib"
+    run = args.run or Path("runs") / (name if args.model == "gpt" else f"{name}-{args.model}")
     start = time.monotonic()
     config = CHECKOUT / "configs" / f"{args.model}_small.yaml"
     try:
-        Quickstart(run, args.text, config, args.iters, flags).steps()
+        Quickstart(run, args.text, config, args.iters, flags, recipe).steps()
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last finished step or checkpoint", file=sys.stderr)
         return 130

@@ -3,9 +3,9 @@
     flags --scale down--> N processes of this machine under the layout --+
                     \\---> one process without any layout                 +--> a table of the largest deviations
 
-Both run the steps of `pretrain_gpt.py` from the same first weights on the same samples. Compared are first weights (bit
-by bit), losses, the gradients of all steps, their norms, the weights after the last step, and whether ranks that hold
-copies hold the same. Exit status 0: all within tolerance; 1: not.
+Both run the steps of `pretrain_gpt.py`, or of `--script`, from the same first weights on the same samples. Compared
+are first weights (bit by bit), losses, the gradients of all steps, their norms, the weights after the last step, and
+whether ranks that hold copies hold the same. Exit status 0: all within tolerance; 1: not.
 
 A model in bf16 or fp16 is checked twice: in fp32, where a wrong formula shows, and in its own format.
 """
@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -26,10 +26,11 @@ import megatron_lite
 from megatron_lite.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.arguments import parse_args, validate_args
+from megatron_lite.training.families import FAMILIES, family_of
 from megatron_lite.training.layout_check import TOLERANCE, Tolerance, compare, table
 from megatron_lite.training.local_world import World
-from megatron_lite.training.record import Record, joined, record_rank
-from megatron_lite.training.scale_down import alone, scale_down, without_precision
+from megatron_lite.training.record import Record, args_defaults_of, joined, load_script, record_rank
+from megatron_lite.training.scale_down import VOCABULARY, alone, scale_down, without_precision
 
 CHECKOUT = Path(megatron_lite.__file__).resolve().parent.parent
 _TIMEOUT_S = 300.0  # of the slowest machine's small run
@@ -38,19 +39,19 @@ _TIMEOUT_S = 300.0  # of the slowest machine's small run
 def main(argv: Sequence[str]) -> int:
     """The verb."""
     own, words = _parser().parse_known_args(list(argv))
-    given = parse_args(words)
+    script = own.script or CHECKOUT / FAMILIES["gpt"].script
+    given = parse_args(words, args_defaults=args_defaults_of(load_script(script)))
     if own.ranks is not None:  # the run is known in full: it must be one that can start
         with contextlib.redirect_stdout(None):
             validate_args(deepcopy(given), own.ranks)
     small, changes = scale_down(given, _data_parallel_size(own, given), own.steps, own.max_processes)
     with tempfile.TemporaryDirectory(prefix="verify") as folder:
-        _use_corpus(small, Path(folder))
-        return _verify(own, small, changes)
+        (_use_sentences if FAMILIES[family_of(small)].reads_sentences else _use_corpus)(small, Path(folder))
+        return _verify(own, script, small, changes)
 
 
-def _verify(own: Namespace, small: Namespace, changes: list[str]) -> int:
+def _verify(own: Namespace, script: Path, small: Namespace, changes: list[str]) -> int:
     """Run, compare, print. Returns: the exit status."""
-    script = own.script or CHECKOUT / "pretrain_gpt.py"
     runs = {"fp32": without_precision(small)}
     if small.bf16 or small.fp16:
         runs["bf16" if small.bf16 else "fp16"] = small
@@ -83,9 +84,40 @@ def _use_corpus(args: Namespace, folder: Path) -> None:
     generator = np.random.default_rng(args.seed)
     samples = args.train_iters * args.global_batch_size
     lengths = generator.integers(20, 200, size=2 + samples * (args.seq_length + 1) // 20)
+    _write(args, folder, (generator.integers(0, args.vocab_size, size=(1, length)) for length in lengths))
+
+
+def _use_sentences(args: Namespace, folder: Path) -> None:
+    """The same for models that read sentences of a WordPiece vocabulary."""
+    words = VOCABULARY - len(_SPECIAL) - 8 - args.vocab_extra_ids  # a few rows of padding, beside [BOS] and [EOS]
+    tokens = [*_SPECIAL, *(f"{'##' * (i % 3 == 2)}w{i}" for i in range(words))]
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n")
+    args.vocab_file, args.vocab_size = str(folder / "vocab.txt"), None
+    args.tokenizer_type = FAMILIES[family_of(args)].defaults["tokenizer_type"]
+    generator = np.random.default_rng(args.seed)
+    documents = 2 + args.train_iters * args.global_batch_size
+    _write(
+        args,
+        folder,
+        (
+            [
+                generator.integers(len(_SPECIAL), len(tokens), size=length)
+                for length in generator.integers(3, 14, size=4)
+            ]
+            for _ in range(documents)
+        ),
+    )
+
+
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def _write(args: Namespace, folder: Path, documents: Iterable[Iterable[np.ndarray]]) -> None:
+    """The corpus of some documents, and the flags that read it."""
     builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), np.uint16)
-    for length in lengths:
-        builder.add_document(generator.integers(0, args.vocab_size, size=length), [int(length)])
+    for document in documents:
+        sentences = list(document)
+        builder.add_document(np.concatenate(sentences), [len(sentence) for sentence in sentences])
     builder.finalize(str(folder / "corpus.idx"))
     args.mock_data, args.data_path, args.split = False, [str(folder / "corpus")], "1,0,0"
     args.data_cache_path = str(folder / "cache")

@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_face(
             "parse_args",
             "validate_args",
         ],
-        "batch": ["Batch", "get_batch"],
+        "batch": ["Batch", "get_batch", "read_batch"],
         "checkpointing": ["load_checkpoint", "save_checkpoint"],
         "configs": [
             "DataConfig",
@@ -27,9 +27,11 @@ __getattr__, __dir__, __all__ = lazy_face(
         ],
         "data_loading": ["get_blend_and_blend_per_split", "is_dataset_built_on_rank"],
         "entry": ["pretrain"],
+        "families": ["defaults_of"],
         "gpt_builder": ["gpt_builder"],
         "gpt_data": ["gpt_dataset_class", "gpt_dataset_config"],
         "initialize": ["initialize_megatron", "set_random_seed"],
+        "model_parts": ["build_datasets", "build_model"],
         "model_setup": ["get_model", "setup_model_and_optimizer"],
         "global_vars": [
             "get_args",

@@ -31,6 +31,7 @@ from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
 from megatron_lite.training import command_line, config_files, derived, rules
 from megatron_lite.training.configs import RUN_CONFIGS
+from megatron_lite.training.families import foreign_flag
 from megatron_lite.training.flag_aliases import translate
 from megatron_lite.training.flag_tables import CAPABILITIES, NOTICES, PENDING_VALUES, REASONS, pending, refused
 from megatron_lite.training.launch import Launch, read_launch
@@ -151,7 +152,7 @@ def parse_args(
     words, wrong = command_line.drop_unreadable(words, actions)
     problems += wrong
 
-    parser.set_defaults(**(args_defaults or {}))
+    parser.set_defaults(**{"model_family": None, **(args_defaults or {})})
     args, strangers = parser.parse_known_args(words)
     for name, value in vars(args).items():  # argparse hands out the default itself, and runs may change a list
         setattr(args, name, deepcopy(value))
@@ -189,6 +190,12 @@ def _not_here(args: argparse.Namespace) -> Iterable[ConfigError]:
         value = getattr(args, name, None)
         if value in values:
             yield _not_yet(f"--{name.replace('_', '-')} {value}", values[value])
+    for config in CONFIGS:
+        for flag in flags_of(config):
+            value = getattr(args, flag.dest)
+            problem = foreign_flag(flag, value, show(flag, value), args)
+            if problem is not None:
+                yield problem
     for row in refused():
         value = getattr(args, row.flag.dest, row.flag.default)
         if row.concerns(value):
@@ -291,7 +298,7 @@ def resolved_configuration(args: argparse.Namespace) -> dict[str, dict[str, Any]
     return {title: group for title, group in groups.items() if group}
 
 
-_OF_THE_RUN = {"config", "typed", "rank", "world_size", "local_rank"}
+_OF_THE_RUN = {"config", "model_family", "typed", "rank", "world_size", "local_rank"}
 
 
 def save_config(args: argparse.Namespace, path: str) -> None:

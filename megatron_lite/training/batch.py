@@ -5,7 +5,7 @@ Rank 0 of a tensor-parallel group reads it, the others receive it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from megatron_lite.errors import DataError
 from megatron_lite.tensor_parallel.data import broadcast_tensors
 from megatron_lite.training.stage_data import NotNeeded
 
+# What holds ids, and the lowest that may stand there; BERT and T5 label what carries no loss with -1.
+_IDS = {"tokens": 0, "labels": 0}
 _NAMES = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask", "cu_seqlens")
 
 
@@ -49,22 +51,44 @@ def get_batch(
         vocab_size: ids must be below it. Looked at while they are on the host: on a GPU an id that no row of the
             embedding belongs to ends the process without a word.
         tp_group: None = the registered tensor-parallel group.
+    Raises: as `read_batch`.
+    """
+    data = read_batch(data_iterator, _NAMES, _IDS, device, vocab_size, tp_group)
+    if not data:
+        return Batch()
+    # Where documents begin is a few numbers; the mask that follows from it is made where it is needed.
+    mask = document_mask(data["cu_seqlens"]) if "cu_seqlens" in data else data.get("attention_mask")
+    return Batch(data["tokens"], data["labels"], data["loss_mask"].float(), mask, data["position_ids"])
+
+
+def read_batch(
+    data_iterator: Iterator[dict[str, Any]],
+    names: Sequence[str],
+    ids: Mapping[str, int],
+    device: torch.device,
+    vocab_size: int | None = None,
+    tp_group: ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """Some tensors of the next micro-batch by name, on `device`; none on a pipeline stage that needs no data.
+
+    Args:
+        data_iterator: asked on rank 0 of the tensor-parallel group.
+        names: what the model takes; those that the data lack are left out.
+        ids: which of them hold token ids, and the lowest number that may stand there.
+        vocab_size, tp_group: as in `get_batch`.
     Raises: on every rank of the group StopIteration at the end of the data; DataError for an id outside the vocabulary.
     """
 
     if isinstance(data_iterator, NotNeeded):
-        return Batch()
+        return {}
 
     def read() -> dict[str, Tensor]:
         data = next(data_iterator)
         if vocab_size is not None:
-            _check_ids(data, vocab_size)
+            _check_ids(data, ids, vocab_size)
         return data
 
-    data = broadcast_tensors(_NAMES, read, tp_group, device)
-    # Where documents begin is a few numbers; the mask that follows from it is made where it is needed.
-    mask = document_mask(data["cu_seqlens"]) if "cu_seqlens" in data else data.get("attention_mask")
-    return Batch(data["tokens"], data["labels"], data["loss_mask"].float(), mask, data["position_ids"])
+    return broadcast_tensors(names, read, tp_group, device)
 
 
 def document_mask(cu_seqlens: Tensor) -> Tensor:
@@ -97,12 +121,12 @@ def skip_batch(data_iterator: Iterator[Any] | list[Iterator[Any]], tp_group: Pro
         broadcast_tensors((), read, tp_group)
 
 
-def _check_ids(data: dict[str, Any], vocab_size: int) -> None:
-    for name in ("tokens", "labels"):
+def _check_ids(data: dict[str, Any], ids: Mapping[str, int], vocab_size: int) -> None:
+    for name, lowest in ids.items():
         low, high = (int(bound) for bound in data[name].aminmax())
-        if low < 0 or high >= vocab_size:
+        if low < lowest or high >= vocab_size:
             raise DataError(
-                f"the data hold token {low if low < 0 else high}, and the vocabulary has {vocab_size} tokens",
+                f"the data hold token {low if low < lowest else high}, and the vocabulary has {vocab_size} tokens",
                 why="the data were made with another tokenizer than the one of this run",
                 fix="--tokenizer-type and --tokenizer-model as when the data were made",
             )

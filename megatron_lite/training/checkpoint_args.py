@@ -11,6 +11,7 @@ from megatron_lite.log import print_rank_0
 
 # What makes a checkpoint's weights mean something else. Most of these show in no tensor's shape.
 MODEL_ARGUMENTS = (
+    "model_family",
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",

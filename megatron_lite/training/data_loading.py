@@ -84,6 +84,30 @@ def get_blend_and_blend_per_split(args: Namespace) -> tuple[Blend | None, list[B
     return get_blend_from_list(words), None
 
 
+def blended_options(args: Namespace, tokenizer: Any) -> dict[str, Any]:
+    """What the data sets of every family are told: arguments of `BlendedMegatronDatasetConfig`.
+
+    Raises: as `get_blend_and_blend_per_split`.
+    """
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return dict(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+    )
+
+
 def _words_per_split(path: str) -> list[list[str] | None]:
     """The words of train, valid and test in a file of --per-split-data-args-path.
 

@@ -11,7 +11,7 @@ from megatron_lite.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron_lite.datasets.megatron_dataset import MegatronDataset
 from megatron_lite.datasets.sft_dataset import SFTDataset
 from megatron_lite.errors import DataError
-from megatron_lite.training.data_loading import get_blend_and_blend_per_split
+from megatron_lite.training.data_loading import blended_options
 
 
 def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
@@ -28,29 +28,15 @@ def gpt_dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
 
     Raises: ConfigError for options that exclude each other; DataError for files of paths or counts that cannot be read.
     """
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    options: dict[str, Any] = dict(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=tokenizer,
+    options = dict(
+        **blended_options(args, tokenizer),
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         # Without resets every mask is the causal one, which attention makes by itself: no sample carries it.
         create_attention_mask=args.reset_attention_mask and args.create_attention_mask_in_dataloader,
         inter_document_masking=args.dataloader_inter_document_masking,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
-        fast_cache_load=args.dataloader_fast_cache_load,
-        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         sequences_per_dataset=_counts(args.per_dataset_sequences_path),
     )
     if not args.fim_data or args.mock_data:

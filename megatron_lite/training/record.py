@@ -105,6 +105,12 @@ def load_script(path: str | Path) -> Any:
     return module
 
 
+def args_defaults_of(script: Any) -> dict[str, Any]:
+    """The defaults that a loaded script gives to `pretrain`, which say what kind of model it trains; none if it does
+    not name them."""
+    return dict(getattr(script, "ARGS_DEFAULTS", {}))
+
+
 _SCRIPT = ("model_provider", "forward_step", "train_valid_test_datasets_provider")
 
 

@@ -18,6 +18,7 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.training.arguments import parse_args
 from megatron_lite.training.configs import ModelConfig
+from megatron_lite.training.families import defaults_of, family_of
 from megatron_lite.training.layout_check import EPSILON
 from megatron_lite.transformer.transformer_config import TransformerConfig
 
@@ -65,7 +66,7 @@ def scale_down(given: Namespace, data_parallel_size: int, steps: int, max_ranks:
         raise ConfigError(
             f"{' '.join(missing)}: not given", why="the model that is checked has the shape of yours", fix="add them"
         )
-    small = parse_args([])
+    small = parse_args([], args_defaults=defaults_of(family_of(given)))
     for config in _KEPT:
         for flag in flags_of(config):
             if flag.dest not in _LEFT_OUT:

@@ -2,7 +2,7 @@
 
 first stage, first chunk    ids and positions
 last stage, last chunk      labels and their mask
-every other                 nothing, unless the mask of the attention is in the data
+every other                 nothing, unless the mask of the attention is in the data, as with BERT
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.training.families import FAMILIES, family_of
 
 
 class NotNeeded:
@@ -32,6 +33,8 @@ class NotNeeded:
 
 def chunk_reads(chunk: int, args: Namespace, groups: ProcessGroupCollection) -> bool:
     """Whether a chunk of this stage's model needs data."""
+    if FAMILIES[family_of(args)].every_stage_reads:
+        return True
     if args.reset_attention_mask or args.dataloader_inter_document_masking or args.sft:
         return True
     stage, stages = group_rank(groups.pp), group_size(groups.pp)

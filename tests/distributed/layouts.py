@@ -5,7 +5,7 @@
                                 one process, once for each model and precision  ------------------+
 
 A row is data. A new dimension is a field here with its flags, and rows in the list of its test; nothing else changes.
-What runs is what `pretrain_gpt.py` runs: start-up, DDP, optimizer, schedule, data, `train_step`.
+What runs is what the model's script runs: start-up, DDP, optimizer, schedule, data, `train_step`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,60 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.training.arguments import parse_args
+from megatron_lite.training.families import FAMILIES, defaults_of
 from megatron_lite.training.layout_check import EPSILON, TOLERANCE, Deviation, compare
 from megatron_lite.training.local_world import World
 from megatron_lite.training.record import RankRecord, Record, joined, record_rank
 
-SCRIPT = Path(__file__).parents[2] / "pretrain_gpt.py"
+ROOT = Path(__file__).parents[2]
 CORPUS = Path(__file__).parents[1] / "golden" / "data" / "corpus_a"  # small: made-up data take seconds to index
+SENTENCES = CORPUS.with_name("sentences")
 CACHE = Path(tempfile.gettempdir()) / f"megatron_lite_layouts_{os.getuid()}"
 STEPS = 5
 
 # Eight heads in four groups, 512 tokens of vocabulary: all divide by 4. Norms above the clipping bound, so that a wrong
 # norm changes the weights.
-_SHAPE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --max-position-embeddings 16
-    --global-batch-size 8 --data-path {CORPUS} --data-cache-path {CACHE} --split 1,0,0
-    --tokenizer-type NullTokenizer --vocab-size 511
+_SHAPE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8
+    --global-batch-size 8 --data-cache-path {CACHE} --split 1,0,0
     --num-workers 0 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --train-iters {STEPS} --weight-decay 0.1
     --clip-grad 0.5 --adam-eps {EPSILON} --seed 1234"""
+_GPT = f"""{_SHAPE} --seq-length 16 --max-position-embeddings 16 --data-path {CORPUS}
+    --tokenizer-type NullTokenizer --vocab-size 511"""
+
+
+def _vocabulary() -> Path:
+    """A WordPiece vocabulary of 480 tokens for the corpus of sentences, whose ids are 10 to 199."""
+    path = CACHE / "vocab.txt"
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + [f"{'##' * (i >= 130)}p{i}" for i in range(5, 480)]
+    CACHE.mkdir(exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")  # worlds of other sessions may read it
+    temporary.write_text("\n".join(tokens) + "\n")
+    return temporary.replace(path)
+
+
+_WORDS = f"""{_SHAPE} --data-path {SENTENCES} --vocab-file {_vocabulary()}"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a row trains: a family, whose script runs, and the flags of the model and its data."""
+
+    family: str
+    flags: str
+
+    @property
+    def script(self) -> Path:
+        return ROOT / FAMILIES[self.family].script
+
+
 MODELS = {
-    "gpt2": _SHAPE,
-    "llama": f"""{_SHAPE} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    "gpt2": Model("gpt", _GPT),
+    "llama": Model(
+        "gpt",
+        f"""{_GPT} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
         --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --ffn-hidden-size 96""",
+    ),
 }
 
 
@@ -92,7 +125,7 @@ class Layout:
 
     def words(self) -> list[str]:
         """The command line."""
-        words = MODELS[self.model].split() + ["--micro-batch-size", str(self.micro_batch_size)]
+        words = MODELS[self.model].flags.split() + ["--micro-batch-size", str(self.micro_batch_size)]
         words += ["--make-vocab-size-divisible-by", str(512 // self.tp)]  # padded to 512 under every layout
         sizes = {
             "tensor-model-parallel-size": self.tp,
@@ -146,7 +179,9 @@ def run(layout: Layout, steps: int = STEPS, record: Callable[..., RankRecord] = 
         record: `record_rank`, or a function of a test that calls it with a fault in place.
         more: its further arguments.
     """
-    return record(parse_args(layout.words()), str(SCRIPT), steps, *more)
+    model = MODELS[layout.model]
+    args = parse_args(layout.words(), args_defaults=defaults_of(model.family))
+    return record(args, str(model.script), steps, *more)
 
 
 class Matrix:

@@ -1,0 +1,58 @@
+"""What the quickstart does differently from model to model: one row a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.training.families import FAMILIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a kind of model is trained and used on a text.
+
+    unit: what a sequence of the corpus is, as it ends the name of its files. train_tokenizer, preprocess: words of
+    these verbs. samples: words of `generate` for the sample; more: for the user's next one. Pairs hold words for the
+    standard library's source, and for a text of the user.
+    """
+
+    family: str
+    vocab_size: int
+    tokenizer_type: str
+    tokenizer_file: str
+    tokenizer_flag: str
+    unit: str
+    train_tokenizer: tuple[str, ...] = ()
+    preprocessing: tuple[tuple[str, ...], tuple[str, ...]]
+    samples: tuple[tuple[str, ...], tuple[str, ...]]
+    more: tuple[str, ...]
+
+    @property
+    def script(self) -> str:
+        return FAMILIES[self.family].script
+
+    def preprocess(self, own: bool) -> tuple[str, ...]:
+        """Words of the verb `preprocess`."""
+        return self.preprocessing[own]
+
+    def sample(self, own: bool) -> tuple[str, ...]:
+        """Words of the verb `generate`."""
+        return self.samples[own]
+
+
+_SAMPLING = ("--num-tokens-to-generate", "160", "--temperature", "0.7", "--top_k", "40")
+
+# Name of the model (configs/NAME_small.yaml) -> its recipe.
+RECIPES: dict[str, Recipe] = {
+    "gpt": Recipe(
+        family="gpt",
+        vocab_size=8192,
+        tokenizer_type="SentencePieceTokenizer",
+        tokenizer_file="tokenizer.model",
+        tokenizer_flag="--tokenizer-model",
+        unit="document",
+        preprocessing=(("--append-eod",), ("--append-eod",)),
+        samples=(("--prompt", "def main(", *_SAMPLING), ("--prompt", "", *_SAMPLING)),
+        more=("--prompt", "def "),
+    ),
+}

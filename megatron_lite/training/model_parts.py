@@ -1,0 +1,76 @@
+"""What a model family is made of when it runs: its model, its data sets. One table, for scripts and verbs alike."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron_lite.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron_lite.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron_lite.datasets.megatron_dataset import MegatronDataset
+from megatron_lite.log import print_rank_0
+from megatron_lite.training import global_vars
+from megatron_lite.training.data_loading import is_dataset_built_on_rank
+from megatron_lite.training.families import FAMILIES, family_of
+from megatron_lite.training.gpt_builder import gpt_builder
+from megatron_lite.training.gpt_data import gpt_dataset_class, gpt_dataset_config
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The functions of a family.
+
+    build: (args, pre_process, post_process, vp_stage) -> the model, or a pipeline stage's part of it.
+    dataset_class: args -> class of the data sets over one corpus. dataset_config: (args, tokenizer) -> their options.
+    """
+
+    build: Callable[..., nn.Module]
+    dataset_class: Callable[[Namespace], type[MegatronDataset]]
+    dataset_config: Callable[[Namespace, Any], BlendedMegatronDatasetConfig]
+
+
+_PARTS: dict[str, Parts] = {
+    "gpt": Parts(gpt_builder, gpt_dataset_class, gpt_dataset_config),
+}
+
+
+def parts_of(args: Namespace) -> Parts:
+    """The parts of the run's family."""
+    return _PARTS[family_of(args)]
+
+
+def build_model(
+    args: Namespace, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> nn.Module:
+    """The model that the arguments describe, or this pipeline stage's part of it."""
+    print_rank_0(f"building {FAMILIES[family_of(args)].title} model ...")
+    return parts_of(args).build(args, pre_process, post_process, vp_stage)
+
+
+def dataset_builder(
+    args: Namespace, tokenizer: Any, sizes: list[int | None], is_built_on_rank: Callable[[], bool]
+) -> BlendedMegatronDatasetBuilder:
+    """Builds the data sets of train, valid and test.
+
+    Args:
+        sizes: samples asked for each of them; None: one epoch.
+        is_built_on_rank: does this rank read?
+    """
+    parts = parts_of(args)
+    return BlendedMegatronDatasetBuilder(
+        parts.dataset_class(args), sizes, is_built_on_rank, parts.dataset_config(args, tokenizer)
+    )
+
+
+def build_datasets(sizes: list[int | None]) -> tuple[Any, Any, Any]:
+    """The data sets of this run: what a script's provider returns."""
+    args, title = global_vars.get_args(), FAMILIES[family_of(global_vars.get_args())].title
+    print_rank_0(f"> building train, validation, and test datasets for {title} ...")
+    built = dataset_builder(args, global_vars.get_tokenizer(), sizes, is_dataset_built_on_rank).build()
+    print_rank_0(f"> finished creating {title} datasets ...")
+    train, valid, test = built
+    return train, valid, test
