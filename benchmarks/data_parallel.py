@@ -17,9 +17,9 @@ The last three train transformers' GPT-2 of that shape with its defaults, in bf1
 by its own policy). In fp32 they also train our GPTModel ("on ours"): what is left of the difference then is the data
 parallelism alone.
 
-Contestants take turns in one pair of processes; times are wall times between barriers and CPU times, medians over the
-rounds. Memory is the growth of the resident peak of a pair of its own over three steps, from after a step of a tiny
-model.
+Each contestant has a pair of processes of its own, and they take turns; times are wall times between barriers and CPU
+times, medians over the rounds. Memory is the growth of the resident peak of another pair over three steps, from after a
+step of a tiny model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
+import contextlib
 import gc
 import statistics
 import sys
@@ -49,6 +50,7 @@ from step_time import DTYPES, SHAPES, Shape, hugging_face_model, our_model, stat
 
 from megatron_lite.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron_lite.fusions.backends import describe
+from megatron_lite.host_memory import keep_freed_memory
 from megatron_lite.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_lite.process_groups import make_process_groups
 from megatron_lite.process_groups_config import register_process_groups
@@ -186,34 +188,41 @@ CONTESTANTS: dict[str, Callable[[Shape, str], Step]] = {
     "zero on ours": lambda shape, dtype: _torchs_on_ours(_zero, shape, dtype),
     "fsdp on ours": lambda shape, dtype: _torchs_on_ours(_fsdp(dtype), shape, dtype),
 }
+OURS = ("ours", "ours, whole")
 PEERS = ("ddp", "zero", "fsdp")
 
 
 # -- measuring, on the ranks -------------------------------------------------------------------------------------
 
 
-def times(names: list[str], dtype: str, rounds: int) -> dict[str, tuple[float, float]]:
-    """Median (wall, CPU of this rank) seconds of a step per contestant; contestants take turns."""
-    steps = {name: CONTESTANTS[name](SHAPES["A"], dtype) for name in names}
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for round in range(rounds + 2):  # two to warm up: allocation, and the order of gradients
-        for name, step in steps.items():
-            gc.collect()
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            step()
-            cpu = time.process_time() - cpu
-            dist.barrier()
-            if round >= 2:
-                taken[name].append((time.perf_counter() - wall, cpu))
-    return {
-        name: (statistics.median(w for w, _ in values), statistics.median(c for _, c in values))
-        for name, values in taken.items()
-    }
+_step: Step
+
+
+def prepare(name: str, dtype: str) -> None:
+    """Build a contestant in this process and let it warm up: allocation, and the order of gradients."""
+    global _step
+    if name in OURS:
+        keep_freed_memory()
+    _step = CONTESTANTS[name](SHAPES["A"], dtype)
+    for _ in range(2):
+        _step()
+
+
+def time_step() -> tuple[float, float]:
+    """(wall, CPU of this rank) seconds of a step."""
+    gc.collect()
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    _step()
+    cpu = time.process_time() - cpu
+    dist.barrier()
+    return time.perf_counter() - wall, cpu
 
 
 def peak(name: str, dtype: str) -> float:
     """MiB by which the resident peak of this rank grows over three steps. To be run in a fresh process."""
+    if name in OURS:
+        keep_freed_memory()
     tiny = replace(SHAPES["A"], layers=1, hidden=96, ffn=64, length=16, batch=1, vocabulary=64)
     CONTESTANTS[name](tiny, dtype)()
     gc.collect()
@@ -228,13 +237,22 @@ def peak(name: str, dtype: str) -> float:
 
 
 def _times_of_fresh_ranks(names: list[str], dtype: str, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Wall and CPU milliseconds by contestant, of the slower rank."""
-    world = World(RANKS, timeout=1800)
-    try:
-        by_rank = world.run(times, names, dtype, rounds)
-    finally:
-        world.close()
-    wall, cpu = ({name: 1e3 * max(rank[name][i] for rank in by_rank) for name in names} for i in (0, 1))
+    """Wall and CPU milliseconds by contestant: medians of the slower rank's. Contestants take turns."""
+    with contextlib.ExitStack() as stack:
+        worlds = {name: stack.enter_context(World(RANKS, timeout=1800)) for name in names}
+        for name, world in worlds.items():
+            world.run(prepare, name, dtype)
+        taken: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in names}
+        for _ in range(rounds):
+            for name, world in worlds.items():
+                taken[name].append(world.run(time_step))
+    wall, cpu = (
+        {
+            name: 1e3 * max(statistics.median(ranks[rank][i] for ranks in taken[name]) for rank in range(RANKS))
+            for name in names
+        }
+        for i in (0, 1)
+    )
     return wall, cpu
 
 

@@ -5,14 +5,15 @@
 
 A step is forward, loss, backward, clipping by the norm and AdamW, on one thread, of
 
-    ours           GPTModel under DistributedDataParallel, our optimizer: the objects that pretrain_gpt.py builds
+    ours           GPTModel under DistributedDataParallel, our optimizer: the objects that pretrain_gpt.py builds, with
+                   the allocator set up as it does
     hugging face   transformers' GPT-2 or Llama of the same shape with what it takes by default: torch.optim.AdamW,
                    clip_grad_norm_; in bf16 autocast over fp32 weights, as its Trainer has it
     bound          the step's own matrix products and attention alone, each by the fastest kernel of this machine
 
-Contestants take turns, so that other load meets all alike; times are CPU times (medians over the rounds). Memory is the
-growth of the resident peak of a process of its own, from after a step of a tiny model (which loads the code, about 100
-MiB for either) to the end of the model's third step.
+Each contestant has a process of its own, and they take turns, so that other load meets all alike; times are CPU times
+(medians over the rounds). Memory is the growth of the resident peak of another process, from after a step of a tiny
+model (which loads the code, about 100 MiB for either) to the end of the model's third step.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from torch import Tensor
 from megatron_lite.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron_lite.fusions.attention import attention
 from megatron_lite.fusions.backends import describe, onednn_linear
+from megatron_lite.host_memory import keep_freed_memory
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
 from megatron_lite.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_lite.transformer import Float16Module, TransformerConfig
@@ -267,21 +269,50 @@ def _cpu_time(function: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
+class Contestant:
+    """A process that takes one step at a time, when told to."""
+
+    def __init__(self, name: str, shape: Shape, dtype: str) -> None:
+        command = [sys.executable, __file__, "--serve", name, "--shapes", shape.name, "--dtypes", dtype]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def step(self) -> float:
+        """CPU seconds of one step."""
+        assert self._process.stdin and self._process.stdout
+        print(file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """Let it end."""
+        self._process.communicate()
+
+
+def serve(name: str, shape: Shape, dtype: str) -> None:
+    """A line in, a step, its CPU seconds out, until there are no more lines."""
+    if name != "hugging face":  # the bound too takes what is fastest
+        keep_freed_memory()
+    step = CONTESTANTS[name](shape, dtype)
+    for _ in sys.stdin:
+        gc.collect()
+        print(_cpu_time(step), flush=True)
+
+
 def times(shape: Shape, dtype: str, rounds: int) -> dict[str, float]:
     """Median CPU seconds of a step per contestant; contestants take turns."""
-    steps = {name: make(shape, dtype) for name, make in CONTESTANTS.items()}
-    for step in steps.values():
-        step()  # the first step allocates
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            gc.collect()
-            taken[name].append(_cpu_time(step))
-    return {name: statistics.median(values) for name, values in taken.items()}
+    contestants = {name: Contestant(name, shape, dtype) for name in CONTESTANTS}
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds + 2):  # the first steps allocate
+        for name, contestant in contestants.items():
+            taken[name].append(contestant.step())
+    for contestant in contestants.values():
+        contestant.close()
+    return {name: statistics.median(values[2:]) for name, values in taken.items()}
 
 
 def peak(shape: Shape, dtype: str, name: str) -> float:
     """MiB by which the resident peak grows over three steps. To be run in a process of its own."""
+    if name == "ours":
+        keep_freed_memory()
     CONTESTANTS[name](replace(shape, layers=1, hidden=96, ffn=64, length=16, batch=1, vocabulary=64), dtype)()
     before = status("VmRSS")
     step = CONTESTANTS[name](shape, dtype)
@@ -312,8 +343,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-memory", action="store_true", help="times only")
     parser.add_argument("--peak", choices=list(CONTESTANTS), help="print one contestant's memory and exit")
+    parser.add_argument("--serve", choices=list(CONTESTANTS), help="take one contestant's steps, each when told to")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.serve:
+        serve(options.serve, SHAPES[options.shapes[0]], options.dtypes[0])
+        return
     if options.peak:
         print(json.dumps(peak(SHAPES[options.shapes[0]], options.dtypes[0], options.peak)))
         return
@@ -340,7 +375,6 @@ def main() -> None:
                 f"{of_theirs:.2f}) | {mine / least:.2f} (at most {of_bound:.2f}) | {theirs / least:.2f} | {memory} |",
                 flush=True,
             )
-            gc.collect()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_lite import collectives, parallel_state
 from megatron_lite.collectives import group_rank
 from megatron_lite.errors import ConfigError
+from megatron_lite.host_memory import keep_freed_memory
 from megatron_lite.log import print_rank_0, set_rank
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA
@@ -58,6 +59,8 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
     args.device = choose_device(launch.local_rank)
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
+    else:
+        keep_freed_memory()
     if args.deterministic_mode:
         _deterministic()
     if not dist.is_initialized():
