@@ -1,8 +1,8 @@
 """The allocator of a run's host memory, where tensors live in it.
 
-A training step allocates and frees the same tensors over and over. The C library gives each large one back to the system
-at once, and every step then pays for the same pages again: the system clears them, one fault at a time. Kept instead,
-they are warm. The peak hardly grows: what a step frees, its successor takes.
+A training step allocates and frees the same tensors over and over. The C library gives each large one back to the
+system at once, and every step then pays for the same pages again: the system clears them, one fault at a time. Kept
+instead, they are warm. The peak hardly grows: what a step frees, its successor takes.
 """
 
 from __future__ import annotations
