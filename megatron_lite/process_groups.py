@@ -144,6 +144,18 @@ def _channels(
     return mine
 
 
+def side_group(name: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """One more group of all ranks, over gloo, for what goes on beside the training; collective over all ranks.
+
+    Returns: None in a run of one process. `destroy_process_group` ends it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    group = dist.new_group(timeout=timeout, backend="gloo")
+    name_group(group, name)
+    return group
+
+
 def set_timeout(collection: ProcessGroupCollection, timeout: timedelta) -> None:
     """From now on this is how long a collective of the run may take."""
     from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public name for it

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_lite.checkpointing import folders, sharded
 from megatron_lite.checkpointing.folders import Which
 from megatron_lite.checkpointing.plain_values import from_bytes, to_bytes, to_json
-from megatron_lite.checkpointing.sharded import Boxes, Tensors
+from megatron_lite.checkpointing.sharded import Boxes, Planned, Tensors
 from megatron_lite.collectives import all_gather_object, broadcast_object, group_rank
 from megatron_lite.errors import CheckpointError
 
@@ -34,40 +34,88 @@ class Content:
 
     `tensors`: this rank's part of model and optimizer, under global names. `objects`: plain values that this rank
     alone has, under names of its own (states of random generators). `common`: plain values that all ranks share.
-    `args`: the arguments of the run, for people and for `--use-checkpoint-args`. `description`: facts about the run
-    for metadata.json.
+    `args`: the arguments of the run, for people and for `--use-checkpoint-args`. `files`: further files, by name.
+    `description`: facts about the run for metadata.json.
     """
 
     tensors: Tensors | Mapping[str, Boxes]
     objects: Mapping[str, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
     args: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
     description: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_checkpoint(root: Path, which: Which, content: Content, group: ProcessGroup | None) -> Path:
+@dataclass(kw_only=True)
+class HowToWrite:
+    """What changes how a checkpoint is written and not what is in it.
+
+    files: of a rank, written at the same time. spread: replicas are shared among the ranks that hold them; otherwise
+    the first of them writes. plans: what earlier saves have agreed on, which holds for all saves to come, by whether
+    they are a release; None: each save agrees anew.
+    """
+
+    files: int = 1
+    spread: bool = True
+    plans: dict[bool, Planned] | None = None
+
+    def known(self, which: Which) -> Planned | None:
+        return None if self.plans is None else self.plans.get(which == "release")
+
+    def keep(self, which: Which, planned: Planned) -> None:
+        if self.plans is not None:
+            self.plans[which == "release"] = planned
+
+
+def write_checkpoint(
+    root: Path, which: Which, content: Content, group: ProcessGroup | None, how: HowToWrite | None = None
+) -> Path:
     """Save under `root`; collective over `group`. When it fails, what was there before is unchanged.
 
     Returns: the folder.
     Raises: CheckpointError, the same on every rank.
     """
+    how = how or HowToWrite()
     temporary = on_rank_0(lambda: folders.begin(root, which), group)
     try:
-        checksums = sharded.write(temporary, content.tensors, content.objects, group)
-        return on_rank_0(lambda: _finish(temporary, root, which, content, checksums), group)
+        checksums, planned = sharded.write(
+            temporary,
+            content.tensors,
+            content.objects,
+            group,
+            files=how.files,
+            spread=how.spread,
+            known=how.known(which),
+        )
+        how.keep(which, planned)
+        texts = files_of(content)
+        return on_rank_0(lambda: finish(temporary, root, which, content.description, texts, checksums), group)
     except BaseException:
         if group_rank(group) == 0:
             folders.abandon(temporary)
         raise
 
 
-def _finish(temporary: Path, root: Path, which: Which, content: Content, checksums: dict[str, str]) -> Path:
-    common = to_bytes(dict(content.common), COMMON)
+def files_of(content: Content) -> dict[str, bytes]:
+    """The files that rank 0 writes beside the tensors, by name. Raises: CheckpointError for values that are no data."""
     args = json.dumps(to_json(dict(content.args)), indent=1, sort_keys=True)
+    return {COMMON: to_bytes(dict(content.common), COMMON), ARGS: (args + "\n").encode(), **content.files}
+
+
+def finish(
+    temporary: Path,
+    root: Path,
+    which: Which,
+    description: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    checksums: dict[str, str],
+) -> Path:
+    """Rank 0's part of a save, after all tensors are on the disk: its own files, then the name and the tracker."""
     with folders.explained(f"save to {root}"):
-        folders.write_file(temporary / COMMON, common)
-        folders.write_file(temporary / ARGS, (args + "\n").encode())
-    return folders.publish(temporary, root, which, dict(content.description), checksums)
+        for name, data in files.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            folders.write_file(temporary / name, data)
+    return folders.publish(temporary, root, which, dict(description), checksums)
 
 
 def read_common(folder: Path) -> dict[str, Any]:

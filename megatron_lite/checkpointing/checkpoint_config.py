@@ -20,6 +20,9 @@ class CheckpointConfig:
     save_retain_interval: int | None = flag(
         None, "Keep only the checkpoints at multiples of N, and the newest.", unit="iterations"
     )
+    save_keep_last: int | None = flag(
+        None, "Keep the newest N checkpoints, and those that --save-retain-interval keeps.", unit="checkpoints"
+    )
     no_save_optim: bool = flag(False, "Leave the optimizer's state out.")
     no_save_rng: bool = flag(False, "Leave the states of the random generators out.")
     load: str | None = flag(None, "Folder to resume from.")
@@ -35,4 +38,19 @@ class CheckpointConfig:
     )
     ckpt_format: str = flag(
         "torch_dist", "Format on disk. torch_dist: sharded files, read under any layout.", choices=CKPT_FORMATS
+    )
+    dist_ckpt_workers: int = flag(1, "Files of a rank, written at the same time.", unit="files")
+    ckpt_fully_parallel_save: bool = flag(
+        True,
+        "Ranks that hold the same share the writing of it; otherwise the first of them writes it.",
+        pair=True,
+    )
+    ckpt_assume_constant_structure: bool = flag(
+        False, "Agree on who writes what at the first save alone; a later save of other tensors is an error."
+    )
+    async_save: bool = flag(False, "Copy, and write beside the training; the checkpoint is complete some steps later.")
+    use_persistent_ckpt_worker: bool = flag(False, "--async-save: keep the writing process between saves.")
+    async_ckpt_cpu_priority: int = flag(10, "--async-save: nice level of the writing process.", unit="0 to 19")
+    async_ckpt_io_priority: int = flag(
+        3, "--async-save: I/O class of the writing process: 1 real time, 2 best effort, 3 idle (Linux)."
     )

@@ -1,18 +1,21 @@
 """The files of torch Distributed Checkpoint (DCP): a writer that sums what it writes, an index that runs no code.
 
-__0_0.distcp    tensors and objects of rank 0, one after the other, each as torch.save writes it
+__0_0.distcp    tensors and objects of rank 0, one after the other, each as torch.save writes it; __0_1: its second file
 .metadata       the index: a pickle of DCP's classes, written by DCP
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -71,15 +74,35 @@ class SummedFile:
         return f"{self._sum:08x}"
 
 
+def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Places of items, dealt into at most `count` files of about equal size; each file keeps the order of the items."""
+    loads, dealt = [0] * count, [[] for _ in range(count)]  # type: ignore[var-annotated]
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        least = loads.index(min(loads))
+        loads[least] += sizes[place] + 1
+        dealt[least].append(place)
+    return [sorted(places) for places in dealt if places]
+
+
+def size_of(item: WriteItem) -> int:
+    """Bytes of an item's values; 0 for an object, which is not made yet."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
 class Writer(FileSystemWriter):
-    """DCP's writer, one file a rank, flushed and summed, with errors that say what the file system did.
+    """DCP's writer: files of a rank flushed and summed, with errors that say what the file system did.
 
     Tensors are made, written and dropped one by one, where DCP's own loop keeps them all until the file ends.
+
+    Args:
+        files: of this rank, written at the same time.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, files: int = 1):
         super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=False)
-        self._folder = folder
+        self._folder, self._files = folder, files
         self.checksums: dict[str, str] = {}  # on rank 0, after the save
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -96,20 +119,25 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
+        dealt = shares([size_of(item) for item in plan.items], self._files)
+        names = [f"{plan.storage_data.prefix}{number}.distcp" for number in range(len(dealt))]
+        items = [[plan.items[place] for place in places] for places in dealt]
         try:
-            done.set_result(self._write_items(plan, planner))
+            if len(items) <= 1:
+                written = [self._write_file(name, part, planner) for name, part in zip(names, items)]
+            else:
+                with ThreadPoolExecutor(len(items)) as threads:
+                    written = list(threads.map(self._write_file, names, items, repeat(planner)))
         except (OSError, RuntimeError) as error:
             raise _explain_write(error, self._folder) from error
+        done.set_result([result for of_file in written for result in of_file])
         return done
 
-    def _write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        if not plan.items:
-            return []
-        name = f"{plan.storage_data.prefix}0.distcp"
+    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         places = []
         with open(self._folder / name, "wb") as raw:
             file = SummedFile(raw)
-            for item in plan.items:
+            for item in items:
                 begin = file.tell()
                 data = planner.resolve_data(item)
                 if isinstance(data, Tensor):
@@ -123,9 +151,7 @@ class Writer(FileSystemWriter):
                 places.append((item.index, begin, file.tell() - begin))
             raw.flush()
             os.fsync(raw.fileno())
-        return [
-            _Written(index, length, _StorageInfo(name, begin, length), file.checksum) for index, begin, length in places
-        ]
+        return written(name, places, file.checksum)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for result in (result for of_rank in results for result in of_rank):
@@ -135,6 +161,11 @@ class Writer(FileSystemWriter):
             super().finish(metadata, results)
         except (OSError, RuntimeError) as error:
             raise _explain_write(error, self._folder) from error
+
+
+def written(name: str, places: Iterable[tuple[MetadataIndex, int, int]], checksum: str) -> list[WriteResult]:
+    """What a rank tells rank 0 of the items (where, begin, length) of one of its files."""
+    return [_Written(index, length, _StorageInfo(name, begin, length), checksum) for index, begin, length in places]
 
 
 def _explain_write(error: BaseException, folder: Path) -> CheckpointError:

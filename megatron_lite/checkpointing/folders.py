@@ -164,9 +164,9 @@ def publish(
     with explained(f"save to {root}"):
         known = checksums or {}
         files = {
-            path.name: {"size": path.stat().st_size, "crc32": known.get(path.name) or checksum(path)}
-            for path in sorted(temporary.iterdir())
-            if path.name != MANIFEST
+            name: {"size": path.stat().st_size, "crc32": known.get(name) or checksum(path)}
+            for name, path in ((str(path.relative_to(temporary)), path) for path in sorted(temporary.rglob("*")))
+            if path.is_file() and name != MANIFEST
         }
         manifest = {
             "sharded_backend": "torch_dist",  # Megatron's two keys, by which its tools know the kind of folder
@@ -178,7 +178,8 @@ def publish(
             "files": files,
         }
         write_file(temporary / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-        flush_folder(temporary)
+        for folder in (temporary, *(path for path in temporary.iterdir() if path.is_dir())):
+            flush_folder(folder)
         target = root / folder_name(which)
         if target.exists():  # the same iteration again, after a load of an older one
             old = _aside(root, which, "old")
@@ -214,18 +215,24 @@ def tidy(root: Path) -> None:
             path.unlink()
 
 
-def prune(root: Path, retain_interval: int) -> tuple[list[int], list[int]]:
-    """Delete checkpoints older than the tracked one whose iteration is no multiple of `retain_interval`.
+def prune(root: Path, *, every: int | None = None, newest: int | None = None) -> tuple[list[int], list[int]]:
+    """Delete checkpoints that are older than the tracked one, but for those that are to be kept.
 
+    Args:
+        every: keep those whose iteration is a multiple of it.
+        newest: keep this many of the newest, the tracked one included.
     Returns: the iterations deleted, and those left alone because their folder is a symbolic link.
     Raises: CheckpointError when a folder cannot be deleted.
     """
     tracked = read_tracker(root)
     if not isinstance(tracked, int):
         return [], []
+    superseded = [iteration for iteration in complete_iterations(root) if iteration < tracked]
+    kept = set(superseded[max(0, len(superseded) - (newest or 1) + 1) :])
+    kept |= {iteration for iteration in superseded if every and iteration % every == 0}
     deleted, links = [], []
-    for iteration in complete_iterations(root):
-        if iteration >= tracked or iteration % retain_interval == 0:
+    for iteration in superseded:
+        if iteration in kept:
             continue
         folder = root / folder_name(iteration)
         if folder.is_symlink():

@@ -50,6 +50,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
 from megatron_lite.checkpointing.dcp_files import IndexUnpickler, Writer, no_checksums_of_records
@@ -134,9 +136,78 @@ def view_of_piece(tensor: Tensor, piece: Piece) -> Tensor:
 # -- writing -----------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Planned:
+    """What this rank is to write, agreed with all ranks. It holds for further saves of the same structure.
+
+    metadata: on rank 0, the index to be, without the places in files.
+    """
+
+    local: SavePlan
+    agreed: SavePlan
+    metadata: Metadata | None
+
+
+def plan(
+    writer: Writer,
+    tensors: Tensors | Mapping[str, Boxes],
+    objects: Mapping[str, Any],
+    group: ProcessGroup | None,
+    *,
+    spread: bool = True,
+    known: Planned | None = None,
+) -> tuple[SavePlan, SavePlanner, Planned]:
+    """Agree with all ranks of `group` on who writes what; collective. See `write` for the arguments.
+
+    Args:
+        spread: share what several ranks hold among them; otherwise the first of them writes it.
+        known: of an earlier save with the same tensors and objects: there is nothing to agree on then.
+    Returns: this rank's plan; who resolves its items; what to keep for a later save.
+    Raises: CheckpointError, the same on every rank; also when the structure is not that of `known`.
+    """
+    state: dict[str, Any] = {key: _boxes(tensors[key]) for key in sorted(tensors)}
+    state |= objects
+    planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=not spread)
+    ranks = _DistWrapper(group, group is not None, 0)
+    metadata: Metadata | None = None if known is None else known.metadata
+
+    def local_step() -> SavePlan:
+        planner.set_up_planner(state, None, ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator)
+        local = writer.prepare_local_plan(planner.create_local_plan())
+        if known is not None and local != known.local:
+            raise CheckpointError(
+                "the tensors of this save are not those of the last one",
+                why="--ckpt-assume-constant-structure keeps the plan of the first save",
+                fix="leave --ckpt-assume-constant-structure out",
+            )
+        return local
+
+    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    with _one_error("plan the checkpoint"):
+        if known is None:
+            agreed = ranks.reduce_scatter("plan", local_step, global_step)
+            local = planner.local
+        else:
+            ranks.all_reduce("plan", local_step, lambda plans: None)
+            local, agreed = known.local, known.agreed
+    return planner.finish_plan(agreed), planner, Planned(local, agreed, metadata)
+
+
 def write(
-    folder: Path, tensors: Tensors | Mapping[str, Boxes], objects: Mapping[str, Any], group: ProcessGroup | None
-) -> dict[str, str]:
+    folder: Path,
+    tensors: Tensors | Mapping[str, Boxes],
+    objects: Mapping[str, Any],
+    group: ProcessGroup | None,
+    *,
+    files: int = 1,
+    spread: bool = True,
+    known: Planned | None = None,
+) -> tuple[dict[str, str], Planned]:
     """Write this rank's boxes and objects to the (new, shared) `folder`; collective over `group`.
 
     Args:
@@ -144,25 +215,32 @@ def write(
             the tensor exactly.
         objects: plain values (see plain_values.py) under keys that no other rank uses.
         group: the ranks that save; None: this one alone, no process group needed.
-    Returns: on rank 0, the checksum of every file of tensors, taken from the bytes on their way to the disk.
+        files: of a rank, written at the same time.
+        spread, known: see `plan`.
+    Returns: on rank 0, the checksum of every file of tensors, taken from the bytes on their way to the disk; and what
+        was agreed on.
     Raises: CheckpointError, the same on every rank.
     """
-    state: dict[str, Any] = {key: _boxes(tensors[key]) for key in sorted(tensors)}
-    state |= objects
-    writer = Writer(folder)
+    writer = Writer(folder, files)
+    final, planner, planned = plan(writer, tensors, objects, group, spread=spread, known=known)
+    ranks = _DistWrapper(group, group is not None, 0)
+
+    def finish(results: list[list[WriteResult]]) -> None:
+        assert planned.metadata is not None
+        writer.finish(planned.metadata, results)
+
     with _one_error(f"save to {folder}"), no_checksums_of_records():
-        dcp.save(
-            state,
-            storage_writer=writer,
-            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
-        )
-    return writer.checksums
+        ranks.all_reduce("write", lambda: writer.write_data(final, planner).value(), finish)
+    return writer.checksums, planned
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Plans `Boxes` and plain objects, and lets nothing pass that could not be loaded again."""
+class SavePlanner(DefaultSavePlanner):
+    """Plans `Boxes` and plain objects, and lets nothing pass that could not be loaded again.
+
+    `local`: what this rank would write if it were alone.
+    """
+
+    local: SavePlan
 
     def create_local_plan(self) -> SavePlan:
         items: list[WriteItem] = []
@@ -171,7 +249,7 @@ class _SavePlanner(DefaultSavePlanner):
                 items += value.__create_write_items__(key, value)
             else:
                 items.append(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO))
-        self.plan = SavePlan(items)
+        self.local = self.plan = SavePlan(items)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

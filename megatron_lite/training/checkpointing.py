@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from megatron_lite import collectives
 from megatron_lite.checkpointing import folders
+from megatron_lite.checkpointing.async_save import AsyncSaver, Outcome
 from megatron_lite.checkpointing.checkpoint import (
     Content,
+    HowToWrite,
     merge,
     on_rank_0,
     read_args,
@@ -35,7 +37,7 @@ from megatron_lite.checkpointing.sharded import read_object, saved_objects
 from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.distributed import whole_parameters
 from megatron_lite.errors import CheckpointError
-from megatron_lite.log import print_rank_0, warn_rank_0
+from megatron_lite.log import print_rank_0, say, warn_rank_0
 from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -62,16 +64,23 @@ def save_checkpoint(
     num_floating_point_operations_so_far: float,
     *,
     release: bool = False,
-) -> None:
+    root: Path | None = None,
+    how: HowToWrite | None = None,
+    beside: AsyncSaver | None = None,
+) -> Outcome | None:
     """Save everything that a resume needs under `--save`; collective over all ranks.
 
     Args:
         model: a chunk, or the list of this rank's chunks.
         release: a published model: weights alone, in the folder `release`.
+        root: another folder than `--save`.
+        how: None: as the flags say.
+        beside: writes while the training goes on; the checkpoint is complete when its `poll` or `wait` says so.
+    Returns: the outcome of the save before, where `beside` was still at it.
     Raises: CheckpointError, on every rank; older checkpoints and the tracker are then as before.
     """
     args, group, groups = get_args(), collectives.world(), ProcessGroupCollection.use_mpu_process_groups()
-    root = Path(args.save)
+    root = Path(args.save) if root is None else root
     which: Which = "release" if release else iteration
     print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {root} in {args.ckpt_format} format")
     tensors = [model_tensors(model)]
@@ -100,24 +109,43 @@ def save_checkpoint(
         args=args_to_save(args),
         description={"layout": layout_of(groups), "world_size": group_size(group)},
     )
-    write_checkpoint(root, which, content, group)
-    print_rank_0(f"  successfully saved checkpoint from iteration {iteration:7d} to {root} {_place(groups)}")
-    append_progress(args, saved_message(args, iteration, num_floating_point_operations_so_far))
-    if args.save_retain_interval and group_rank(group) == 0:
-        _prune(root, args.save_retain_interval)
+    said = f"  successfully saved checkpoint from iteration {iteration:7d} to {root} {_place(groups)}"
+    progress = saved_message(args, iteration, num_floating_point_operations_so_far)
+
+    def done() -> list[str]:
+        append_progress(args, progress)
+        return [said, *_prune(root, args)]
+
+    if beside is not None:
+        return beside.start(root, which, content, done)
+    write_checkpoint(root, which, content, group, how or how_to_write(args))
+    if group_rank(group) == 0:
+        for line in done():
+            say(line)
+    return None
 
 
-def _prune(root: Path, retain_interval: int) -> None:
-    """Delete superseded checkpoints; a folder that cannot be deleted is said, and costs nothing but space."""
+def _prune(root: Path, args: Namespace) -> list[str]:
+    """Delete superseded checkpoints; one that cannot be deleted costs nothing but space. Returns: lines that say so."""
+    if not args.save_retain_interval and not args.save_keep_last:
+        return []
     try:
-        deleted, links = folders.prune(root, retain_interval)
+        deleted, links = folders.prune(root, every=args.save_retain_interval, newest=args.save_keep_last)
     except CheckpointError as error:
-        warn_rank_0(f"an old checkpoint stays on the disk.\n{error}")
-        return
-    for iteration in deleted:
-        print_rank_0(f"  successfully deleted checkpoint from iteration {iteration:7d} at {root}")
-    for iteration in links:
-        print_rank_0(f"  checkpoint from iteration {iteration:7d} is a symbolic link and stays")
+        return [f"WARNING: an old checkpoint stays on the disk.\n{error}"]
+    return [
+        *(f"  successfully deleted checkpoint from iteration {n:7d} at {root}" for n in deleted),
+        *(f"  checkpoint from iteration {n:7d} is a symbolic link and stays" for n in links),
+    ]
+
+
+def how_to_write(args: Namespace) -> HowToWrite:
+    """What the flags say on writing."""
+    return HowToWrite(
+        files=args.dist_ckpt_workers,
+        spread=args.ckpt_fully_parallel_save,
+        plans={} if args.ckpt_assume_constant_structure else None,
+    )
 
 
 # -- load --------------------------------------------------------------------------------------------------------

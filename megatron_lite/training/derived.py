@@ -127,9 +127,15 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
     ("--validation-set-names", lambda a: a.multiple_validation_sets, "--multiple-validation-sets"),
     ("--manual-gc-interval --no-manual-gc-eval", lambda a: a.manual_gc, "--manual-gc"),
     (
-        "--save-interval --save-retain-interval --no-save-optim --no-save-rng --log-progress",
+        "--save-interval --save-retain-interval --save-keep-last --no-save-optim --no-save-rng --log-progress "
+        "--async-save --dist-ckpt-workers --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure",
         lambda a: bool(a.save),
         "--save FOLDER",
+    ),
+    (
+        "--use-persistent-ckpt-worker --async-ckpt-cpu-priority --async-ckpt-io-priority",
+        lambda a: a.async_save,
+        "--async-save",
     ),
     (
         "--no-load-optim --no-load-rng --finetune --verify-integrity",

@@ -21,7 +21,6 @@ from megatron_lite.config import KINDS, Flag, destination
 # key -> (what has not landed, what to do now)
 CAPABILITIES = {
     "activation variants": ("this variant of the activation", "--swiglu, --quick-geglu, --squared-relu or plain GELU"),
-    "async save": ("saving in the background", "leave it out: saves are synchronous"),
     "attention variants": ("this variant of attention", "--qk-layernorm, or plain attention"),
     "bert": ("BERT", "pretrain_gpt.py trains GPT"),
     "checkpoints": (
@@ -69,7 +68,8 @@ NOTICES = {
     "notice:permute": "tokens and their weights are sorted in one pass as it is",
     "notice:profiler": "--profile writes torch.profiler's trace",
     "notice:router": "the router's steps are not fused into one kernel",
-    "notice:sync save": "saves are synchronous",
+    "notice:one writer": "--async-save has one way to write beside the training",
+    "notice:shared memory": "--async-save always hands tensors over in shared memory",
     "notice:unfused": "there is no such kernel to turn off",
     "no effect": "",  # obsolete in Megatron as well: in silence
 }

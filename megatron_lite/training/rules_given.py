@@ -319,6 +319,20 @@ GIVEN: tuple[Rule, ...] = (
         "checkpoints at its multiples are kept, so it is a multiple of the interval",
         "a multiple of --save-interval",
     ),
+    positive("dist_ckpt_workers"),
+    positive("save_keep_last", why="the newest checkpoint always stays"),
+    Rule(
+        lambda a: not 0 <= a.async_ckpt_cpu_priority <= 19,
+        "--async-ckpt-cpu-priority {async_ckpt_cpu_priority}",
+        "it is a nice level, by which the writing process gives way",
+        "0 to 19",
+    ),
+    Rule(
+        lambda a: a.async_ckpt_io_priority not in (1, 2, 3),
+        "--async-ckpt-io-priority {async_ckpt_io_priority}",
+        "it is one of Linux' classes of I/O: 1 real time, 2 best effort, 3 idle",
+        "--async-ckpt-io-priority 3",
+    ),
     Rule(
         lambda a: a.use_checkpoint_args and a.load is None and a.pretrained_checkpoint is None,
         "--use-checkpoint-args without --load",

@@ -21,7 +21,7 @@ from megatron_lite import collectives
 from megatron_lite.checkpointing import check_save_folder
 from megatron_lite.checkpointing.checkpoint import on_rank_0
 from megatron_lite.enums import ModelType
-from megatron_lite.errors import CheckpointError, DataError
+from megatron_lite.errors import DataError
 from megatron_lite.log import print_rank_0, rank_and_world_size, say, warn_rank_0
 from megatron_lite.num_microbatches_calculator import (
     get_num_microbatches,
@@ -37,11 +37,7 @@ from megatron_lite.timers import Timers
 from megatron_lite.training import global_vars
 from megatron_lite.training.arguments import print_args, save_config
 from megatron_lite.training.batch import skip_batch
-from megatron_lite.training.checkpointing import (
-    load_checkpoint,
-    save_checkpoint,
-    will_load_checkpoint,
-)
+from megatron_lite.training.checkpointing import load_checkpoint, will_load_checkpoint
 from megatron_lite.training.data_loading import DatasetsProvider, RunData, build_train_valid_test_data_iterators
 from megatron_lite.training.evaluation import EvaluationSet, collect_non_loss_data, evaluate
 from megatron_lite.training.fault_handling import SignalWatch, agree, exit_reason
@@ -52,6 +48,7 @@ from megatron_lite.training.model_setup import ModelProvider, params_norm, print
 from megatron_lite.training.profiling import Profiler
 from megatron_lite.training.progress_file import append_progress
 from megatron_lite.training.report import write_report
+from megatron_lite.training.saving import Saves
 from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import train_step
 from megatron_lite.training.training_log import TrainingLog, describe_run
@@ -128,6 +125,7 @@ def run(
     try:
         loop.run()
     finally:
+        loop.saves.close()
         loop.log.close()
         loop.profiler.stop()
     if args.save and rank_and_world_size()[0] == 0:
@@ -173,7 +171,7 @@ class Loop:
         self.profiler = Profiler(args)
         self.process_non_loss_data_func = process_non_loss_data_func
         self.exit_signal = SignalWatch(args.exit_signal) if args.exit_signal_handler else None
-        self._saved_at = args.iteration if args.iteration else -1
+        self.saves = Saves(args, model, optimizer, scheduler)
         self._timeout_after_init = args.distributed_timeout_seconds_after_init
 
     # -- the course of a run ---------------------------------------------------------------------------------------
@@ -227,6 +225,7 @@ class Loop:
         update_num_microbatches(args.consumed_train_samples, consistency_check=True)
         if get_num_microbatches() != microbatches and args.iteration and args.save:
             self._save()
+        self.saves.poll()
         iteration = args.iteration + 1
         batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
         self.profiler.before_step(iteration)
@@ -336,27 +335,7 @@ class Loop:
 
     def _save(self, final: bool = False) -> None:
         """Save once an iteration. A save that fails does not stop training, but it does fail the run's last one."""
-        args = self.args
-        if not args.save or self._saved_at == args.iteration:
-            return
-
-        def save() -> None:
-            args.timers("save-checkpoint", log_level=0).start(barrier=True)
-            try:
-                save_checkpoint(
-                    args.iteration,
-                    self.model,
-                    self.optimizer,
-                    self.scheduler,
-                    args.num_floating_point_operations_so_far,
-                )
-                self._saved_at = args.iteration
-            except CheckpointError as error:
-                if final:
-                    raise
-                warn_rank_0(f"the checkpoint of iteration {args.iteration} was NOT saved; training goes on.\n{error}")
-            finally:
-                args.timers("save-checkpoint").stop(barrier=True)
-            args.timers.log(["save-checkpoint"])
-
-        self._pause(save) if not final else save()
+        if final:
+            self.saves.save_last()
+        elif self.saves.due():
+            self._pause(self.saves.save)

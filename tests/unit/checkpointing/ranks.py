@@ -20,7 +20,7 @@ def write_as_ranks(folder: Path, ranks: list[Tensors], objects: list[dict[str, A
     for rank, tensors in enumerate(ranks):
         state: dict[str, Any] = {key: sharded.Boxes(tensor, spec) for key, (tensor, spec) in tensors.items()}
         state |= objects[rank] if objects else {}
-        planner = sharded._SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = sharded.SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, None, rank == 0)
         writer = sharded.Writer(folder)
         writer.set_up_storage_writer(rank == 0)

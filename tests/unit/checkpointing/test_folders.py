@@ -134,24 +134,39 @@ def test_pruning_keeps_multiples_the_tracked_one_and_what_is_newer(tmp_path):
     for iteration in (10, 15, 20, 25, 30, 35):
         _save(tmp_path, iteration)
     (tmp_path / folders.TRACKER).write_text("25")  # the user went back and branched off: 30 and 35 are not superseded
-    assert folders.prune(tmp_path, 10) == ([15], [])
+    assert folders.prune(tmp_path, every=10) == ([15], [])
     assert folders.complete_iterations(tmp_path) == [10, 20, 25, 30, 35] and _hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "newest, every, left",
+    [(1, None, [25, 30, 35]), (2, None, [20, 25, 30, 35]), (9, None, None), (2, 10, [10, 20, 25, 30, 35])],
+)
+def test_pruning_keeps_so_many_of_the_newest(tmp_path, newest, every, left):
+    """The tracked one is the newest that counts: what came after it belongs to another branch of the run."""
+    iterations = [10, 15, 20, 25, 30, 35]
+    for iteration in iterations:
+        _save(tmp_path, iteration)
+    (tmp_path / folders.TRACKER).write_text("25")
+    folders.prune(tmp_path, newest=newest, every=every)
+    assert folders.complete_iterations(tmp_path) == (left or iterations)
+    assert folders.prune(tmp_path, newest=newest, every=every) == ([], [])
 
 
 def test_pruning_skips_symbolic_links(tmp_path):
     target = _save(tmp_path / "elsewhere", 5)
     _save(tmp_path, 7)
     (tmp_path / "iter_0000005").symlink_to(target)
-    assert folders.prune(tmp_path, 10) == ([], [5])
+    assert folders.prune(tmp_path, every=10) == ([], [5])
     assert (target / "data").exists()
 
 
 def test_pruning_does_nothing_beside_a_release_or_without_a_tracker(tmp_path):
     _save(tmp_path, 5)
     (tmp_path / folders.TRACKER).unlink()
-    assert folders.prune(tmp_path, 10) == ([], [])
+    assert folders.prune(tmp_path, every=10) == ([], [])
     _save(tmp_path, "release")
-    assert folders.prune(tmp_path, 10) == ([], [])
+    assert folders.prune(tmp_path, every=10) == ([], [])
     assert folders.complete_iterations(tmp_path) == [5]
 
 
@@ -304,7 +319,7 @@ def test_a_reader_never_meets_a_tracker_without_its_checkpoint(tmp_path):
     reader.start()
     for iteration in range(1, 40):
         _save(tmp_path, iteration)
-        folders.prune(tmp_path, 10)
+        folders.prune(tmp_path, every=10)
     stop.set()
     reader.join()
     assert not problems and reads > 0

@@ -77,7 +77,7 @@ def _fork(*args):
 
 def _save_and_prune(root):
     _save(root, 20)
-    folders.prune(root, 15)
+    folders.prune(root, every=15)
 
 
 def _save_again(root):
@@ -123,7 +123,7 @@ def _save_for_ever(root, begin, pipe, size):
     pipe.send("go")
     while True:
         _save(root, begin, size=size)
-        folders.prune(root, 50)
+        folders.prune(root, every=50)
         begin += 1
 
 

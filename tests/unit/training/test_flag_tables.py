@@ -27,10 +27,9 @@ ROOT = Path(__file__).parents[3]
 # What is refused because it comes later: capability -> number of flags. The list only gets shorter.
 PENDING = {
     "activation variants": 2,
-    "async save": 5,
     "attention variants": 5,
     "bert": 5,
-    "checkpoints": 19,
+    "checkpoints": 16,
     "cp": 3,
     "diagnostics": 14,
     "fp8": 12,
