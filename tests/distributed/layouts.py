@@ -66,12 +66,24 @@ class Model:
         return ROOT / FAMILIES[self.family].script
 
 
+_LLAMA = f"""{_GPT} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --ffn-hidden-size 96"""
 MODELS = {
     "gpt2": Model("gpt", _GPT),
-    "llama": Model(
+    "llama": Model("gpt", _LLAMA),
+    # Dense layers and layers of experts in turn, as Mixtral; and as DeepSeek-V3 routes.
+    "mixtral": Model(
         "gpt",
-        f"""{_GPT} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-        --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --ffn-hidden-size 96""",
+        f"""{_LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
+        --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 1e-3 --moe-layer-freq [0,1]""",
+    ),
+    "deepseek": Model(
+        "gpt",
+        f"""{_LLAMA} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24
+        --moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+        --moe-router-bias-update-rate 0.05 --moe-router-num-groups 4 --moe-router-group-topk 2
+        --moe-router-topk-scaling-factor 1.5 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.02
+        --moe-router-dtype fp32""",
     ),
 }
 

@@ -1,0 +1,77 @@
+"""Rows of the matrix in which experts are spread over ranks: the whole table, and the part of it that the suite runs.
+
+`python -m tests.distributed.expert_layouts [--part I/N]` runs the whole table (some hundred rows on up to 8 ranks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+from megatron_lite.training.layout_check import table
+from tests.distributed.layouts import Layout, Matrix
+from tests.world import Worlds
+
+DISPATCHERS = ("allgather", "alltoall")
+CAPACITY = {
+    "dropless": (),
+    "drop": ("--moe-expert-capacity-factor", "1.0"),
+    "position": ("--moe-expert-capacity-factor", "1.0", "--moe-token-drop-policy", "position"),
+    "pad": ("--moe-expert-capacity-factor", "1.25", "--moe-pad-expert-input-to-capacity"),
+}
+
+
+def row(ep: int, etp: int, tp: int, pp: int, dp: int, dispatcher: str, capacity: str, number: int) -> Layout:
+    """A row of these sizes; what has no dimension of its own takes turns by the row's number."""
+    flags = ("--moe-token-dispatcher-type", dispatcher, *CAPACITY[capacity])
+    flags += ("--moe-grouped-gemm",) if number % 3 != 1 else ()
+    flags += ("--eod-mask-loss",) if number % 4 == 3 else ()  # micro-batches with different numbers of tokens
+    return Layout(
+        model="deepseek" if number % 5 == 4 else "mixtral",
+        ep=ep,
+        etp=etp,
+        tp=tp,
+        sp=tp > 1,
+        pp=pp,
+        dp=dp,
+        distributed_optimizer=number % 2 == 1,
+        per_token_loss=number % 4 == 3,
+        recompute=("none", "full", "selective")[number % 7 % 3],
+        flags=flags,
+    )
+
+
+def whole_table() -> list[Layout]:
+    """ep 2, 4 x expert tp 1, 2 x tp 1, 2 x pp 1, 2 x dp x dispatcher x capacity, on up to 8 ranks."""
+    sizes = [
+        (ep, etp, tp, pp, dp)
+        for ep, etp, tp, pp, dp in itertools.product((2, 4), (1, 2), (1, 2), (1, 2), (1, 2, 4))
+        if tp * pp * dp <= 8 and tp * dp % (ep * etp) == 0
+    ]
+    cells = itertools.product(sizes, DISPATCHERS, CAPACITY)
+    return [row(*size, dispatcher, capacity, n) for n, (size, dispatcher, capacity) in enumerate(cells)]
+
+
+def main() -> None:
+    """Run a part of the table and print what deviates."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", default="0/1")
+    part, parts = map(int, parser.parse_args().part.split("/"))
+    worlds, failed = Worlds(), 0
+    matrix = Matrix(worlds)
+    rows = whole_table()[part::parts]
+    for number, layout in enumerate(rows):
+        try:
+            found = matrix.check(layout)
+            if all(deviation.is_ok for deviation in found):
+                continue
+            print(f"{layout}\n{table(found)}", flush=True)
+        except Exception as error:
+            print(f"{layout}\n{error}", flush=True)
+        failed += 1
+    worlds.close()
+    print(f"{len(rows)} rows, {failed} deviate")
+
+
+if __name__ == "__main__":
+    main()
