@@ -60,7 +60,7 @@ def main() -> None:
     worlds, failed = Worlds(), 0
     matrix = Matrix(worlds)
     rows = whole_table()[part::parts]
-    for number, layout in enumerate(rows):
+    for layout in rows:
         try:
             found = matrix.check(layout)
             if all(deviation.is_ok for deviation in found):
