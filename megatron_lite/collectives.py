@@ -517,6 +517,16 @@ def receive(x: Tensor, group: ProcessGroup, *, source: int, tag: int = 0, purpos
     return _Pending([dist.irecv(x, dist.get_global_rank(group, source), group=group, tag=tag)])
 
 
+@_tells
+def shift(received: Tensor, sent: Tensor, group: ProcessGroup, *, purpose: str) -> Handle:
+    """Send to the next rank of the ring, receive from the one before; both are under way when this returns.
+
+    `sent` must stay as it is until the handle is waited for. Counted as a send.
+    """
+    _count(group, "send", purpose, sent)
+    return _Pending(_shift(sent.contiguous(), received, 1, group, _next_tag(group)))
+
+
 def gather_in_turn(x: Tensor, group: ProcessGroup, *, purpose: str) -> Iterator[tuple[int, Tensor]]:
     """(place, its `x`) of every rank, the own one first: what arrives later is under way while the caller computes.
 

@@ -31,6 +31,9 @@ class ModelParallelConfig:
         off=("--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding"),
     )
     context_parallel_size: int = flag(1, "Ranks that split the sequence everywhere.")
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        None, "Levels of context parallelism for --cp-comm-type a2a+p2p: heads are traded inside the first."
+    )
     expert_model_parallel_size: int = flag(1, "Ranks over which the experts are spread.")
     expert_tensor_parallel_size: int | None = flag(
         None, "Ranks that split each expert. Default: the tensor-parallel size."

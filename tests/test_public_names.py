@@ -37,6 +37,9 @@ NAMES: dict[str, dict[str, str]] = {
         "is_pipeline_first_stage": "",
         "is_pipeline_last_stage": "",
     },
+    "packed_seq_params": {
+        "PackedSeqParams": "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q"
+    },
     "process_groups_config": {"ProcessGroupCollection": ""},
     "model_parallel_config": {
         "ModelParallelConfig": "tensor_model_parallel_size sequence_parallel bf16 pipeline_dtype"
@@ -258,7 +261,6 @@ LATER = [
     "transformer.multi_latent_attention.MLASelfAttention",
     "transformer.multi_token_prediction.MultiTokenPredictionBlock",
     "extensions.transformer_engine.TEColumnParallelLinear",
-    "packed_seq_params.PackedSeqParams",
 ]
 
 

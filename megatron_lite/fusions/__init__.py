@@ -10,5 +10,6 @@ bias_dropout_add  the end of each half of a layer
 rope              rotary position embedding
 norm              RMSNorm with few passes over memory
 attention         attention as batched products
+block_attention   attention on a part of the keys, and how parts are put together
 cross_entropy     softmax cross entropy in blocks of rows
 """

@@ -22,7 +22,7 @@ MASKED = -10000.0  # Megatron's fill: a query that may see nothing attends to ev
 _BLOCK_BYTES = 2**20  # scores of one call
 
 
-def _split_groups(x: Tensor, groups: int) -> Tensor:
+def split_groups(x: Tensor, groups: int) -> Tensor:
     """`[b, n, s, d]` -> `[b * groups, n / groups * s, d]`; a view where a group has one head."""
     b, n, s, d = x.shape
     return x.reshape(b * groups, n // groups * s, d)
@@ -38,9 +38,9 @@ class _Attention(torch.autograd.Function):
             q, k, v = q.float(), k.float(), v.float()
         ctx.shape, ctx.scale = q.shape, scale
         rows = n // groups * sq
-        q3, k3, v3 = _split_groups(q, groups), _split_groups(k, groups), _split_groups(v, groups)
-        mask3 = None if mask is None else _rows(mask, b, n, groups, sq, sk)
-        bias3 = None if bias is None else _rows(bias.to(q.dtype), bias.shape[0], n, groups, sq, sk)
+        q3, k3, v3 = split_groups(q, groups), split_groups(k, groups), split_groups(v, groups)
+        mask3 = None if mask is None else rows_of(mask, b, n, groups, sq, sk)
+        bias3 = None if bias is None else rows_of(bias.to(q.dtype), bias.shape[0], n, groups, sq, sk)
         ctx.bias = (bias.shape, bias.dtype, bias3.shape) if bias3 is not None and bias.requires_grad else None
         p = torch.empty(b * groups, rows, sk, dtype=q.dtype, device=q.device)
         y = torch.empty(b * groups, rows, v.shape[-1], dtype=q.dtype, device=q.device)
@@ -48,13 +48,13 @@ class _Attention(torch.autograd.Function):
         if probability > 0.0:
             keep = torch.empty(p.shape, dtype=torch.bool, device=p.device).bernoulli_(1.0 - probability)
         ctx.scale_kept = 1.0 / (1.0 - probability)
-        for part in _parts(b * groups, rows * sk * p.element_size(), q.device):
+        for part in parts_of(b * groups, rows * sk * p.element_size(), q.device):
             if bias3 is None:
                 scores = torch.bmm(q3[part], k3[part].transpose(1, 2)).mul_(scale)
             else:
                 scores = torch.baddbmm(bias3[_cycle(part, bias3)], q3[part], k3[part].transpose(1, 2), alpha=scale)
             if mask3 is not None:
-                scores.masked_fill_(_take(mask3, part), MASKED)
+                scores.masked_fill_(take_part(mask3, part), MASKED)
             torch.softmax(scores, dim=-1, out=p[part])
             used = p[part] if keep is None else (p[part] * keep[part]).mul_(ctx.scale_kept)
             torch.bmm(used, v3[part], out=y[part])
@@ -67,11 +67,11 @@ class _Attention(torch.autograd.Function):
         q3, k3, v3, p, mask3, keep = ctx.saved_tensors
         b, n, sq, _ = ctx.shape
         groups = k3.shape[0] // b
-        g3 = _split_groups(g.to(p.dtype), groups)
+        g3 = split_groups(g.to(p.dtype), groups)
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q3, k3, v3))
         wide = torch.promote_types(p.dtype, torch.float32)
         dbias = None if ctx.bias is None else torch.zeros(ctx.bias[2], dtype=wide, device=p.device)
-        for part in _parts(p.shape[0], p.shape[1] * p.shape[2] * p.element_size(), p.device):
+        for part in parts_of(p.shape[0], p.shape[1] * p.shape[2] * p.element_size(), p.device):
             used = p[part] if keep is None else (p[part] * keep[part]).mul_(ctx.scale_kept)
             torch.bmm(used.transpose(1, 2), g3[part], out=dv[part])
             dp = torch.bmm(g3[part], v3[part].transpose(1, 2))
@@ -79,7 +79,7 @@ class _Attention(torch.autograd.Function):
                 dp.mul_(keep[part]).mul_(ctx.scale_kept)
             ds = torch.ops.aten._softmax_backward_data(dp, p[part], -1, p.dtype)
             if mask3 is not None:
-                ds.masked_fill_(_take(mask3, part), 0.0)
+                ds.masked_fill_(take_part(mask3, part), 0.0)
             if dbias is not None:
                 dbias.index_add_(0, _cycle(part, dbias), ds.to(wide))
             ds.mul_(ctx.scale)
@@ -92,7 +92,7 @@ class _Attention(torch.autograd.Function):
         return dq.to(ctx.out_dtype), dk.to(ctx.out_dtype), dv.to(ctx.out_dtype), None, dbias, None, None
 
 
-def _parts(batches: int, bytes_each: int, device: torch.device) -> list[slice]:
+def parts_of(batches: int, bytes_each: int, device: torch.device) -> list[slice]:
     """Slices of the batch whose scores fit the cache; with more threads than one a slice takes more heads."""
     step = batches
     if device.type == "cpu":
@@ -100,7 +100,7 @@ def _parts(batches: int, bytes_each: int, device: torch.device) -> list[slice]:
     return [slice(begin, min(begin + step, batches)) for begin in range(0, batches, step)]
 
 
-def _rows(x: Tensor, b: int, n: int, groups: int, sq: int, sk: int) -> Tensor:
+def rows_of(x: Tensor, b: int, n: int, groups: int, sq: int, sk: int) -> Tensor:
     """A mask or bias, `[b or 1, n or 1, sq or 1, sk]` -> `[b * groups or 1, n / groups * sq, sk]`."""
     r = n // groups
     if x.shape[0] == 1 and x.shape[1] == 1:
@@ -108,7 +108,8 @@ def _rows(x: Tensor, b: int, n: int, groups: int, sq: int, sk: int) -> Tensor:
     return x.expand(b, n, sq, sk).reshape(b * groups, r * sq, sk)
 
 
-def _take(mask: Tensor, part: slice) -> Tensor:
+def take_part(mask: Tensor, part: slice) -> Tensor:
+    """The mask of some of the batch; one mask may serve all."""
     return mask if mask.shape[0] == 1 else mask[part]
 
 

@@ -10,6 +10,9 @@ model got its input by `set_input_tensor`. Both may be lists of tensors.
 What backward starts from, for M micro-batches: with two values loss / M; with three loss / max(num_tokens, 1) / M,
 or, with `calculate_per_token_loss`, the sum as it is: `finalize_model_grads` then divides by the tokens of all.
 Losses that ride along (`aux_loss`) weigh the same.
+
+Context-parallel ranks hold a part of each sequence: num_tokens is then the tokens of all parts, however unevenly a mask
+leaves them, and the loss is multiplied by the number of ranks, because gradients are averaged over cp as over dp.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from megatron_lite import collectives
 from megatron_lite.aux_loss import AuxLossAutoScaler
+from megatron_lite.collectives import group_size
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.pipeline_parallel.actions import (
     Action,
@@ -57,7 +63,7 @@ class Executor:
         num_microbatches: what losses are averaged over.
         link: to the other stages; None: this is the only one.
         collect_non_loss_data: reports are `loss_func(output, non_loss_data=True)`; nothing is averaged.
-        context_parallel_size: a mean loss is multiplied by it, because gradients are averaged over cp as over dp.
+        cp_group: ranks that hold the other parts of the sequences.
         recompute_window: with `num_microbatches_with_partial_activation_checkpoints` N, forward passes in flight: of so
             many in a row all but the first N recompute everything.
     """
@@ -70,7 +76,7 @@ class Executor:
     link: StageLink | None = None
     forward_only: bool = False
     collect_non_loss_data: bool = False
-    context_parallel_size: int = 1
+    cp_group: ProcessGroup | None = None
     recompute_window: int = 1
     reports: list[Any] = field(default_factory=list)
     num_tokens: Tensor | None = None
@@ -132,7 +138,7 @@ class Executor:
         if self.config.grad_scale_func is not None:
             scale = self.config.grad_scale_func(scale)
         per_token = getattr(self.config, "calculate_per_token_loss", False)
-        return scale if per_token else scale * (self.context_parallel_size / self.num_microbatches)
+        return scale if per_token else scale * (group_size(self.cp_group) / self.num_microbatches)
 
     def _late_chunk(self) -> int | None:
         """The chunk whose output layer puts weight gradients off until all passes are done; None: not on this stage."""
@@ -220,15 +226,17 @@ class Executor:
             self.reports.append(loss_func(output, non_loss_data=True))
             return output
         result = loss_func(output)
-        per_token = getattr(self.config, "calculate_per_token_loss", False)
+        per_token, cp_size = getattr(self.config, "calculate_per_token_loss", False), group_size(self.cp_group)
         if len(result) == 3:
             loss, num_tokens, reports = result
             self.num_tokens = num_tokens.detach() if self.num_tokens is None else self.num_tokens + num_tokens.detach()
             if not per_token:
-                loss = loss * (self.context_parallel_size / self.num_microbatches) / num_tokens.clamp(min=1)
+                tokens = num_tokens.detach().float().clone()  # reduced in place, and the report holds the own ones
+                collectives.all_reduce(tokens, self.cp_group, purpose="tokens of a micro-batch")
+                loss = loss * (cp_size / self.num_microbatches) / tokens.clamp(min=1)
         else:
             loss, reports = result
-            loss = loss * (self.context_parallel_size / self.num_microbatches)
+            loss = loss * (cp_size / self.num_microbatches)
         self.reports.append(reports)
         return loss
 

@@ -250,7 +250,7 @@ def _run(
         link=link,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
-        context_parallel_size=group_size(groups.cp),
+        cp_group=groups.cp,
         recompute_window=1 + warmup_of(group_size(groups.pp), num_microbatches, rank, len(chunks), group),
     )
     timers = config.timers

@@ -181,10 +181,20 @@ def model_parallel_cuda_manual_seed(
     ep_rank = collectives.group_rank(groups.ep) if ep_rank is None else ep_rank
     etp_rank = collectives.group_rank(groups.expt_tp) if etp_rank is None else etp_rank
     _tracker.reset()
+    # Context-parallel ranks hold other tokens: their dropout differs (and see `vary_over_context_parallel_ranks`).
+    context = (cp_rank,) if (cp_rank := collectives.group_rank(groups.cp)) else ()
     _seed_device(seed)
     _tracker.add(_DATA_PARALLEL_RNG_TRACKER_NAME, seed)
-    _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, region_seed(seed, "model", tp_rank))
+    _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, region_seed(seed, "model", tp_rank, *context))
     _tracker.add(_EXPERT_PARALLEL_RNG_TRACKER_NAME, region_seed(seed, "expert", ep_rank, etp_rank))
+
+
+def vary_over_context_parallel_ranks(cp_group: ProcessGroup | None) -> None:
+    """Another default state on each rank, for dropout outside of the regions. To be called once the weights are there:
+    the default state's seed is theirs."""
+    rank = collectives.group_rank(cp_group)
+    if rank:
+        _seed_device(region_seed(torch.initial_seed(), "context", rank))
 
 
 # -- recomputation -----------------------------------------------------------------------------------------------

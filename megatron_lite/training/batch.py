@@ -1,6 +1,7 @@
 """One micro-batch: from the loader to the device, in the form that a model's forward takes.
 
-Rank 0 of a tensor-parallel group reads it, the others receive it.
+Rank 0 of a tensor-parallel group reads it, the others receive it. Context-parallel ranks read the same samples and keep
+their share of each sequence (`context_parallel.partition`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lite.collectives import group_rank, group_size
+from megatron_lite.context_parallel.partition import split_sequence
+from megatron_lite.context_parallel.visibility import SegmentMask
 from megatron_lite.errors import DataError
+from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.data import broadcast_tensors
 from megatron_lite.training.stage_data import NotNeeded
 
@@ -24,17 +29,17 @@ _NAMES = ("tokens", "labels", "position_ids", "loss_mask", "attention_mask", "cu
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of a causal language model.
+    """A micro-batch of a causal language model: this context-parallel rank's share of it.
 
-    tokens, labels, position_ids: `[b, s]` int64; loss_mask: `[b, s]` fp32, 0 where no loss counts;
-    attention_mask: `[b, 1, s, s]` bool, True = hidden, or None where it is purely causal.
-    All None on a pipeline stage that needs no data.
+    tokens, labels, position_ids: `[b, s/cp]` int64; loss_mask: `[b, s/cp]` fp32, 0 where no loss counts;
+    attention_mask: bool `[b, 1, s/cp, s]`, True = hidden, or the documents of the whole sequence, or None where it is
+    purely causal. All None on a pipeline stage that needs no data.
     """
 
     tokens: Tensor | None = None
     labels: Tensor | None = None
     loss_mask: Tensor | None = None
-    attention_mask: Tensor | None = None
+    attention_mask: Tensor | SegmentMask | None = None
     position_ids: Tensor | None = None
 
 
@@ -43,6 +48,7 @@ def get_batch(
     device: torch.device,
     vocab_size: int | None = None,
     tp_group: ProcessGroup | None = None,
+    cp_group: ProcessGroup | None = None,
 ) -> Batch:
     """The next micro-batch, on `device`.
 
@@ -50,14 +56,23 @@ def get_batch(
         data_iterator: asked on rank 0 of the tensor-parallel group.
         vocab_size: ids must be below it. Looked at while they are on the host: on a GPU an id that no row of the
             embedding belongs to ends the process without a word.
-        tp_group: None = the registered tensor-parallel group.
+        tp_group, cp_group: None = the registered groups.
     Raises: as `read_batch`.
     """
     data = read_batch(data_iterator, _NAMES, _IDS, device, vocab_size, tp_group)
     if not data:
         return Batch()
-    # Where documents begin is a few numbers; the mask that follows from it is made where it is needed.
-    mask = document_mask(data["cu_seqlens"]) if "cu_seqlens" in data else data.get("attention_mask")
+    cp_group = cp_group or ProcessGroupCollection.use_mpu_process_groups().cp
+    mask: Tensor | SegmentMask | None = data.pop("attention_mask", None)
+    documents = data.pop("cu_seqlens", None)
+    if isinstance(mask, Tensor):
+        mask = get_batch_on_this_cp_rank({"attention_mask": mask}, cp_group)["attention_mask"]
+    elif documents is not None:
+        # Where documents begin is a few numbers; the mask that follows from it is made where it is needed: once for all
+        # layers, or, where it would have the rows of a part of the sequence, for each part that a layer looks at.
+        mask = SegmentMask.of_documents(documents)
+        mask = mask if group_size(cp_group) > 1 else mask.dense(causal=True)
+    data = get_batch_on_this_cp_rank(data, cp_group)
     return Batch(data["tokens"], data["labels"], data["loss_mask"].float(), mask, data["position_ids"])
 
 
@@ -70,6 +85,8 @@ def read_batch(
     tp_group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """Some tensors of the next micro-batch by name, on `device`; none on a pipeline stage that needs no data.
+
+    Whole sequences, also under context parallelism: `get_batch_on_this_cp_rank` cuts them.
 
     Args:
         data_iterator: asked on rank 0 of the tensor-parallel group.
@@ -91,17 +108,20 @@ def read_batch(
     return broadcast_tensors(names, read, tp_group, device)
 
 
-def document_mask(cu_seqlens: Tensor) -> Tensor:
-    """Causal attention inside each document: bool `[b, 1, s, s]`, True = hidden.
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: ProcessGroup | None = None) -> dict[str, Any]:
+    """This context-parallel rank's share: two chunks of every sequence.
 
     Args:
-        cu_seqlens: `[b, s + 1]`: 0, then where each document of the sample ends, then s up to the end.
+        batch: tensors `[b, s, ...]` are cut along s, `attention_mask` `[b, 1, s, s]` along its rows; None stays.
+        cp_group: None = the registered group.
+    Raises: ConfigError if twice the number of ranks does not divide s.
     """
-    ends = cu_seqlens[:, 1:].contiguous()
-    at = torch.arange(ends.shape[1], device=ends.device, dtype=ends.dtype)
-    document = torch.searchsorted(ends, at.expand_as(ends).contiguous(), right=True)  # [b, s]: its number
-    other = document.unsqueeze(2) != document.unsqueeze(1)
-    return (other | (at > at.unsqueeze(1))).unsqueeze(1)
+    group = cp_group or ProcessGroupCollection.use_mpu_process_groups().cp
+    rank, size = group_rank(group), group_size(group)
+    return {
+        name: x if x is None else split_sequence(x, rank, size, 2 if name == "attention_mask" else 1)
+        for name, x in batch.items()
+    }
 
 
 def skip_batch(data_iterator: Iterator[Any] | list[Iterator[Any]], tp_group: ProcessGroup | None = None) -> None:

@@ -27,7 +27,6 @@ CAPABILITIES = {
         "this checkpoint option",
         "leave it out: checkpoints are sharded, atomic and read under any layout",
     ),
-    "cp": ("context parallelism", "--context-parallel-size 1"),
     "diagnostics": ("this diagnostic", "--log-throughput, --timing-log-level 2, --log-params-norm, --profile"),
     "fp8": ("FP8", "--bf16"),
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),

@@ -23,6 +23,7 @@ from megatron_lite.log import print_rank_0, say
 from megatron_lite.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.tensor_parallel.random import vary_over_context_parallel_ranks
 from megatron_lite.training.arguments import (
     core_transformer_config_from_args,
     ddp_config_from_args,
@@ -53,6 +54,7 @@ def get_model(
         module = model_provider_func(**ends) if virtual is None else model_provider_func(**ends, vp_stage=chunk)
         module.model_type = model_type  # type: ignore[assignment]
         modules.append(module)
+    vary_over_context_parallel_ranks(pg_collection.cp)
     config: Any = getattr(modules[0], "config", None) or core_transformer_config_from_args(args)
     if collectives.group_rank(pg_collection.dp_cp) == 0:
         count = sum(p.numel() for module in modules for p in module.parameters())

@@ -10,8 +10,9 @@ that repeat one say it before anything is built.
 
 from megatron_lite.training.rule import Rule, broken
 from megatron_lite.training.rules_attention import problems_of_attention
+from megatron_lite.training.rules_context import problems_of_context
 from megatron_lite.training.rules_derived import DERIVED
 from megatron_lite.training.rules_experts import problems_of_experts
 from megatron_lite.training.rules_given import GIVEN
 
-__all__ = ["DERIVED", "GIVEN", "Rule", "broken", "problems_of_attention", "problems_of_experts"]
+__all__ = ["DERIVED", "GIVEN", "Rule", "broken", "problems_of_attention", "problems_of_context", "problems_of_experts"]

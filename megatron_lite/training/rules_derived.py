@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,20 @@ def _ungrouped(a: Namespace) -> bool | dict[str, Any]:
         return False
     rounded = max(1, -(-microbatches // group))
     return {"group": group, "microbatches": microbatches, "last": microbatches % group, "rounded": rounded}
+
+
+def _uneven_chunks(a: Namespace) -> bool | dict[str, Any]:
+    """A sequence that does not fall into the chunks of context-parallel ranks."""
+    cp, tp = a.context_parallel_size, a.tensor_model_parallel_size if a.sequence_parallel else 1
+    unit = math.lcm(2 * cp, cp * tp)
+    if cp <= 1 or tp < 1 or not a.seq_length or a.seq_length % unit == 0:
+        return False
+    return {
+        "unit": unit,
+        "near": nearest_multiples(a.seq_length, unit),
+        "sequence_parallel_too": f", --sequence-parallel and --tensor-model-parallel-size {tp}" if tp > 1 else "",
+        "shared_too": ", and its tensor-parallel ranks share the two" if tp > 1 else "",
+    }
 
 
 def _formats(a: Namespace, is_meant: Callable[[str], bool]) -> str:
@@ -319,6 +334,7 @@ DERIVED: tuple[Rule, ...] = (
         lambda a: (
             a.sequence_parallel
             and bool(a.seq_length)
+            and a.context_parallel_size == 1
             and a.seq_length % a.tensor_model_parallel_size != 0
             and {"near": nearest_multiples(a.seq_length, a.tensor_model_parallel_size)}
         ),
@@ -326,6 +342,12 @@ DERIVED: tuple[Rule, ...] = (
         "{tensor_model_parallel_size}",
         "each rank takes an equal share of the sequence",
         "--seq-length {near}, or without --sequence-parallel",
+    ),
+    Rule(
+        _uneven_chunks,
+        "--seq-length {seq_length} with --context-parallel-size {context_parallel_size}{sequence_parallel_too}",
+        "a context-parallel rank takes an early and a late chunk{shared_too}: {unit} divides the length",
+        "--seq-length {near}, or another layout",
     ),
     Rule(
         lambda a: a.tp_comm_overlap and not a.sequence_parallel,

@@ -3,7 +3,7 @@
 What is printed is what was optimised. A loss function reports (sum, tokens) for a micro-batch; over micro-batches and
 data-parallel ranks
 
-    default                         mean of the micro-batches' means
+    default                         mean of the micro-batches' means (all context-parallel parts of one together)
     --calculate-per-token-loss      all sums / all tokens
 
 Evaluation always divides all sums by all tokens, so its number does not depend on how samples fall into micro-batches.
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
 from megatron_lite.errors import RankFailure
@@ -155,22 +156,30 @@ def average_losses(reports: Reports, pg_collection: ProcessGroupCollection, *, p
     """
     if not reports:
         return {}
+    tables = {key: torch.stack([_flat(report[key]) for report in reports]) for key in reports[0]}  # [m, 2] or [m, 1]
+    if not per_token:
+        _join_sequences([table for table in tables.values() if table.shape[1] == 2], pg_collection.cp)
     rows = []
-    for key in reports[0]:
-        values = [_flat(report[key]) for report in reports]
-        if values[0].numel() == 2:
-            table = torch.stack(values)  # [m, 2]
-            if per_token:
-                rows.append(table.sum(0))
-                continue
-            means = table[:, 0] / table[:, 1].clamp(min=1)
-        else:
-            means = torch.cat(values)
-        rows.append(torch.stack([means.sum(), means.new_tensor(float(len(values)))]))
+    for table in tables.values():
+        if table.shape[1] == 2 and per_token:
+            rows.append(table.sum(0))
+            continue
+        means = table[:, 0] / table[:, 1].clamp(min=1) if table.shape[1] == 2 else table[:, 0]
+        rows.append(torch.stack([means.sum(), means.new_tensor(float(len(means)))]))
     sums = torch.stack(rows)  # [keys, 2]: one message for all keys
     collectives.all_reduce(sums, pg_collection.dp_cp, purpose="losses")
     means_of_keys = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
     return dict(zip(reports[0], means_of_keys))
+
+
+def _join_sequences(tables: list[Tensor], cp: ProcessGroup | None) -> None:
+    """Sums and tokens of whole micro-batches, from those of this rank's part of their sequences; in place."""
+    if collectives.group_size(cp) == 1 or not tables:
+        return
+    joined = torch.cat(tables)
+    collectives.all_reduce(joined, cp, purpose="losses of a micro-batch")
+    for table, part in zip(tables, joined.split([len(table) for table in tables])):
+        table.copy_(part)
 
 
 def _flat(value: Value) -> Tensor:

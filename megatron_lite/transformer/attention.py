@@ -152,11 +152,19 @@ class Attention(MegatronModule):
             attention_mask: bool `[b or 1, 1, s, sk]`, True = hidden.
             key_value_states: `[sk, b, h]`, cross attention's other sequence.
             inference_context: keys and values of the tokens so far; x are the next ones.
-            rotary_pos_emb: angles `[positions, 1 or b, 1, r]` from position 0 on, for queries and keys or one each.
+            rotary_pos_emb: angles `[positions, 1 or b, 1, r]` of this rank's tokens, in the order in which they lie (with a
+                context from position 0 on), for queries and keys or one each.
+            packed_seq_params: documents in the one sequence.
             rotary_pos_cos, rotary_pos_sin: accepted as Megatron has them (its decoding kernels); the angles decide.
         """
         context = inference_context if inference_context is not None else inference_params
         query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
+        if context is not None and collectives.group_size(self.pg_collection.cp) > 1:
+            raise ConfigError(
+                "generating token by token on context-parallel ranks",
+                why="a prompt and the tokens after it lie on one rank; the weights are the same on all",
+                fix="--context-parallel-size 1",
+            )
         if context is not None and self.attention_type == "self":
             context.check_room(*query.shape[:2])
         if rotary_pos_emb is not None and self.use_rope:

@@ -10,13 +10,16 @@
 What a query may see: what the window (if there is one) and the given mask (True = hidden) both leave; without either,
 in a causal layer, itself and what came before. Hidden scores become -10000, so a query that may see nothing looks at
 everything equally; `fused` and `flash` use minus infinity, which is the same unless a query sees nothing.
+
+Where context-parallel ranks share a sequence, or documents are packed, attention goes block by block
+(`context_parallel`), with the same choice of kernels: flash, or products for all else.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +27,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_lite import collectives
+from megatron_lite.context_parallel.attention import ContextParallelAttention
+from megatron_lite.context_parallel.partition import one_document
+from megatron_lite.context_parallel.visibility import SegmentMask, Visible
 from megatron_lite.errors import ConfigError
 from megatron_lite.fusions.attention import MASKED, attention
 from megatron_lite.fusions.backends import matmul_kernel
+from megatron_lite.fusions.block_attention import Arithmetic, draw_seed
 from megatron_lite.initialization import set_init
+from megatron_lite.packed_seq_params import PackedSeqParams
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.sharding import split
 from megatron_lite.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -91,7 +99,7 @@ class DotProductAttention(MegatronModule):
         attention_type: "self" or "cross"; accepted as Megatron has it.
         attention_dropout: None = the config's.
         softmax_scale: None = the config's, or 1 / sqrt(kv_channels).
-        cp_comm_type: how context-parallel ranks exchange keys.
+        cp_comm_type: how context-parallel ranks exchange keys; None = the config's.
         pg_collection: None = the registered groups.
     """
 
@@ -107,12 +115,6 @@ class DotProductAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
-        if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"--context-parallel-size {config.context_parallel_size} with DotProductAttention",
-                why="it attends within one rank's share of the sequence only",
-                fix="--context-parallel-size 1",
-            )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
@@ -133,6 +135,14 @@ class DotProductAttention(MegatronModule):
 
         tp_rank, tp_size = collectives.group_rank(groups.tp), collectives.group_size(groups.tp)
         heads = divide(config.num_attention_heads, tp_size)
+        self.cp_size = collectives.group_size(groups.cp)
+        self.blockwise = ContextParallelAttention(
+            cp_comm_type or config.cp_comm_type_of(self.layer_number),
+            groups.cp,
+            groups.hcp,
+            heads,
+            max(1, (config.num_query_groups or config.num_attention_heads) // tp_size),
+        )
         if config.softmax_type == "learnable":
             offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
             shard = split("softmax_offset", (heads,), 0, tp_rank, tp_size)
@@ -149,29 +159,38 @@ class DotProductAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | SegmentMask | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query `[sq, b, np, hn]`, key and value `[sk, b, ng, hn]` -> `[sq, b, np * hn]`.
 
+        Under context parallelism sq and sk are this rank's share. Packed documents lie in one sequence: b = 1, or left
+        out of all shapes.
+
         Args:
-            attention_mask: bool `[b or 1, 1, sq or 1, sk]`, True = hidden.
+            attention_mask: bool `[b or 1, 1, sq or 1, sk]`, True = hidden; sk is that of the whole sequence.
             attn_mask_type: None = the layer's.
             attention_bias: `[b or 1, np, sq, sk]`, added to the scaled scores.
+            packed_seq_params: attend inside each of these documents.
         """
-        if packed_seq_params is not None:
-            raise ConfigError(
-                "packed sequences in DotProductAttention",
-                why="it has no kernel for sequences of several lengths",
-                fix="a mask from --reset-attention-mask",
-            )
+        mask_type = attn_mask_type or self.attn_mask_type
+        if packed_seq_params is not None or self.cp_size > 1:
+            if attention_bias is not None:
+                raise ConfigError(
+                    "an attention bias with " + ("packed sequences" if self.cp_size == 1 else "context parallelism"),
+                    why="blocks of the sequence are attended to one by one, and there is no bias of a block",
+                    fix="--context-parallel-size 1, or other positions",
+                )
+            return self._blockwise(query, key, value, attention_mask, mask_type, packed_seq_params)
+        if isinstance(attention_mask, SegmentMask):
+            attention_mask = attention_mask.dense(causal=mask_type in _CAUSAL)
         sq, b, heads, _ = query.shape
-        hidden, causal = self._what_is_hidden(attention_mask, attn_mask_type or self.attn_mask_type, sq, key)
+        hidden, causal = self._what_is_hidden(attention_mask, mask_type, sq, key)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n, s, hn], views
         dropout = self.dropout_p if self.training else 0.0
-        backend = self._choose(q, k, hidden, attn_mask_type or self.attn_mask_type, dropout, attention_bias)
+        backend = self._choose(q, k, hidden, mask_type, dropout, attention_bias)
         # Heads differ between tensor-parallel ranks, so their masks must too. Under sequence parallelism the block has
         # entered the region already.
         region = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
@@ -186,6 +205,78 @@ class DotProductAttention(MegatronModule):
                 else:
                     y = self._written_out(q, k, v, hidden, attention_bias, dropout)
         return y.permute(2, 0, 1, 3).reshape(sq, b, heads * value.shape[-1])
+
+    def _blockwise(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | SegmentMask | None,
+        mask_type: AttnMaskType,
+        packed: PackedSeqParams | None,
+    ) -> Tensor:
+        """Block by block: over context-parallel ranks, over packed documents, or both."""
+        flat = query.dim() == 3
+        if flat:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        sq, b, heads, _ = query.shape
+        total, key_total = sq * self.cp_size, key.shape[0] * self.cp_size
+        documents, key_documents = one_document(total), one_document(key_total)
+        if packed is not None:
+            documents, key_documents = packed.documents("q"), packed.documents("kv")
+            if b != 1 or documents[-1].end != total or key_documents[-1].end != key_total:
+                raise ConfigError(
+                    f"packed documents of {documents[-1].end} tokens for {b} sequences of {total}",
+                    why="they fill one sequence",
+                    fix="a micro-batch of one sequence, and cu_seqlens that end at its length",
+                )
+        visible = self._visible(mask, mask_type)
+        visible.check(sq, key_total, key_total)
+        dropout = self.dropout_p if self.training else 0.0
+        backend = self._choose_for_blocks(query, visible, mask_type, dropout)
+        region = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
+        with region:
+            seed = draw_seed(query.device) if dropout else 0
+        arithmetic = Arithmetic(
+            "flash" if backend is AttnBackend.flash else "products", self.softmax_scale, dropout, seed
+        )
+        y = self.blockwise(
+            query,
+            key,
+            value,
+            visible,
+            documents,
+            key_documents,
+            arithmetic,
+            self.softmax_offset if self.sink else None,
+        )
+        y = y.reshape(sq, b, heads * value.shape[-1])
+        return y.squeeze(1) if flat else y
+
+    def _visible(self, mask: Tensor | SegmentMask | None, mask_type: AttnMaskType) -> Visible:
+        """As `_what_is_hidden`, without making a mask."""
+        left, right = (None if limit < 0 else limit for limit in self.window or (-1, -1))
+        causal, given = mask_type in _CAUSAL, mask if mask_type is not AttnMaskType.no_mask else None
+        if causal and not isinstance(given, Tensor) and (self.window is None or given is not None):
+            right = 0
+        if isinstance(given, SegmentMask):
+            return Visible(left, right, segments=given.ids)
+        return Visible(left, right, rows=given)
+
+    def _choose_for_blocks(
+        self, q: Tensor, visible: Visible, mask_type: AttnMaskType, dropout: float
+    ) -> Literal[AttnBackend.flash, AttnBackend.unfused]:
+        """The kernel of blocks."""
+        if self.backend in (AttnBackend.local, AttnBackend.unfused):
+            return AttnBackend.unfused
+        if self.backend is AttnBackend.flash and dropout:
+            raise ConfigError(
+                f"--attention-backend flash with --attention-dropout {dropout} and blocks of a sequence",
+                why="with torch's flash kernel backward could not drop the same probabilities again",
+                fix="--attention-backend auto, or --attention-dropout 0",
+            )
+        odd = visible.masked and mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask)
+        return AttnBackend.unfused if dropout or (odd and self.backend is AttnBackend.auto) else AttnBackend.flash
 
     def _what_is_hidden(
         self, mask: Tensor | None, mask_type: AttnMaskType, sq: int, key: Tensor

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config import flag
+from megatron_lite.context_parallel.comm_types import problems_of_exchanges
 from megatron_lite.errors import ConfigError
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.transformer.enums import AttnBackend
@@ -110,6 +111,14 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
         "auto", "Implementation of attention.", choices=tuple(item.name for item in AttnBackend), kind="str"
     )
 
+    # -- the sequence over ranks
+    cp_comm_type: str | list[str] = flag(
+        ["p2p"],
+        "How context-parallel ranks exchange keys and values: a ring (p2p), all_gather, heads for tokens (a2a), or a2a "
+        "inside and a ring across groups (a2a+p2p); one for all layers, or one each.",
+        kind="str list",
+    )
+
     # -- initial values
     init_method: Init | None = None
     output_layer_init_method: Init | None = None
@@ -174,10 +183,16 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
             self.num_query_groups = self.num_attention_heads
         if self.apply_query_key_layer_scaling:
             self.attention_softmax_in_fp32 = True
+        if isinstance(self.cp_comm_type, str):
+            self.cp_comm_type = [self.cp_comm_type]
         if self.recompute_granularity == "selective" and self.recompute_modules is None:
             self.recompute_modules = ["core_attn"]
         if not isinstance(self.attention_backend, AttnBackend):
             self.attention_backend = AttnBackend[self.attention_backend]
+
+    def cp_comm_type_of(self, layer_number: int) -> str:
+        """The exchange of a layer, counted from 1 over the whole model."""
+        return self.cp_comm_type[(layer_number - 1) % len(self.cp_comm_type)]
 
     def _derive_functions(self) -> None:
         import torch.nn.functional as F
@@ -262,6 +277,7 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
         yield from rotary_problems(self)
         yield from moe_problems(self)
         yield from self._problems_of_recompute()
+        yield from problems_of_exchanges(self)
 
     def _problems_of_pattern(self, name: str) -> Iterator[ConfigError]:
         value = getattr(self, name)

@@ -92,7 +92,8 @@ MODELS = {
 class Layout:
     """How a model is laid out and computed. The defaults are one process that does nothing special.
 
-    flags: more words of the command line, for what has no field. split: those that place layers on stages.
+    exchange, levels: --cp-comm-type, --hierarchical-context-parallel-sizes. flags: more words of the command line, for
+    what has no field. split: those that place layers on stages.
     """
 
     model: str = "gpt2"
@@ -101,6 +102,8 @@ class Layout:
     pp: int = 1
     vpp: int | None = None
     cp: int = 1
+    exchange: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
     ep: int = 1
     etp: int | None = None
     dp: int = 1
@@ -153,6 +156,8 @@ class Layout:
             words += ["--expert-tensor-parallel-size", str(self.etp)]
         if self.bucket_size is not None:
             words += ["--ddp-bucket-size", str(self.bucket_size)]
+        for flag, values in (("cp-comm-type", self.exchange), ("hierarchical-context-parallel-sizes", self.levels)):
+            words += [f"--{flag}", *map(str, values)] if values else []
         switches = {
             "sequence-parallel": self.sp,
             "use-distributed-optimizer": self.distributed_optimizer,

@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from megatron_lite.context_parallel.visibility import SegmentMask
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError
 from megatron_lite.initialization import deferred_initialization
 from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron_lite.models.common.embeddings.rotary_choice import ROTARY, rotary_angles, rotary_embedding_of
 from megatron_lite.models.common.language_module.language_module import LanguageModule
+from megatron_lite.packed_seq_params import PackedSeqParams
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.transformer.inference_context import InferenceContext
@@ -112,6 +114,7 @@ class GPTModel(LanguageModule):
                 seq_len_interpolation_factor,
                 rope_scaling,
                 rope_scaling_factor,
+                self.pg_collection.cp,
             )
             self.decoder = TransformerBlock(
                 config,
@@ -150,11 +153,11 @@ class GPTModel(LanguageModule):
         self,
         input_ids: Tensor | None,
         position_ids: Tensor | None,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | SegmentMask | None,
         decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
         inference_context: InferenceContext | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
         extra_block_kwargs: dict[str, Any] | None = None,
         runtime_gather_output: bool | None = None,
         *,
@@ -163,9 +166,13 @@ class GPTModel(LanguageModule):
     ) -> Tensor:
         """The loss per token on the last stage, or logits if there are no labels; hidden states on other stages.
 
+        With context parallelism s is this rank's share of the sequence.
+
         Args:
             input_ids, position_ids: `[b, s]`.
-            attention_mask: bool `[b or 1, 1, s, s]`, True = hidden; None: causal, the fast path.
+            attention_mask: bool `[b or 1, 1, s, keys of the whole sequence]`, True = hidden, or a SegmentMask; None:
+                causal, the fast path.
+            packed_seq_params: documents in the one sequence, b = 1.
             decoder_input: `[s, b, h]` instead of embedding the ids.
             labels: `[b, s]`: the next token of each position.
             inference_context: keys and values of the tokens so far.
@@ -182,7 +189,15 @@ class GPTModel(LanguageModule):
             held = decoder_input if decoder_input is not None else self.decoder.input_tensor
             assert held is not None, "a later stage needs set_input_tensor"
             length = self.rotary_pos_emb.get_rotary_seq_len(context, self.decoder, held, self.config, packed_seq_params)
-            rotary = rotary_angles(self.rotary_pos_emb, length, position_ids, self.config, held.device)
+            rotary = rotary_angles(
+                self.rotary_pos_emb,
+                length,
+                position_ids,
+                self.config,
+                held.device,
+                self.pg_collection.cp,
+                packed_seq_params,
+            )
         hidden_states = self.decoder(
             decoder_input,
             attention_mask,

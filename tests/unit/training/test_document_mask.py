@@ -5,16 +5,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron_lite.context_parallel.visibility import SegmentMask
 from megatron_lite.datasets.gpt_dataset import document_boundaries
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
-from megatron_lite.training.batch import document_mask, get_batch
+from megatron_lite.training.batch import get_batch
 from megatron_lite.transformer import TransformerConfig
 from tests.unit.datasets.corpora import build, numbered, write_corpus
 
 
 def test_document_mask_equals_a_look_at_every_pair():
     lengths = [[3, 1, 4], [8], [1] * 8, [2, 0, 5]]
-    mask = document_mask(torch.stack([torch.from_numpy(document_boundaries(part, 8)[1]) for part in lengths]))
+    ends = torch.stack([torch.from_numpy(document_boundaries(part, 8)[1]) for part in lengths])
+    mask = SegmentMask.of_documents(ends).dense(causal=True)
     assert mask.shape == (4, 1, 8, 8) and mask.dtype == torch.bool
     for row, part in zip(mask, lengths):
         owner = [i for i, length in enumerate(part) for _ in range(length)]

@@ -30,7 +30,6 @@ PENDING = {
     "attention variants": 5,
     "bert": 5,
     "checkpoints": 16,
-    "cp": 3,
     "diagnostics": 14,
     "fp8": 12,
     "fsdp": 17,

@@ -111,6 +111,12 @@ BROKEN = [
         ["--num-query-groups 6 with --tensor-model-parallel-size 4"],
     ),
     ("--tensor-model-parallel-size 3 --sequence-parallel", "", ["--seq-length 32 with --seq", "--seq-length 30 or 33"]),
+    ("--context-parallel-size 3", "", ["--seq-length 32 with --context-parallel-size 3", "--seq-length 30 or 36"]),
+    (
+        "--context-parallel-size 2 --tensor-model-parallel-size 3 --sequence-parallel",
+        "",
+        ["--seq-length 32 with --context-parallel-size 2, --sequence-parallel and --tensor", "--seq-length 24 or 36"],
+    ),
     ("--tp-comm-overlap --tensor-model-parallel-size 2", "", ["--tp-comm-overlap without --sequence-parallel"]),
     ("--distribute-saved-activations", "", ["--distribute-saved-activations without --recompute-granularity full"]),
     # numbers

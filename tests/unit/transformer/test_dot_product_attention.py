@@ -170,9 +170,7 @@ def test_softmax_runs_in_fp32_where_asked():
     assert off[True] <= off[False]
 
 
-def test_what_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match="context-parallel-size 2"):
-        attend("auto", context_parallel_size=2)
+def test_a_backend_is_named_by_text_too():
     assert (
         TransformerConfig(
             num_layers=1, hidden_size=8, num_attention_heads=1, attention_backend="flash"

@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron_lite import collectives
+from megatron_lite.context_parallel.partition import split_sequence
 from megatron_lite.errors import ConfigError
+from megatron_lite.models.common.embeddings.rope_utils import angles_of_documents
 from megatron_lite.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron_lite.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron_lite.packed_seq_params import PackedSeqParams
 from megatron_lite.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 ROTARY = ("rope", "yarn", "mrope")
@@ -34,12 +39,30 @@ def rotary_embedding_of(
     seq_len_interpolation_factor: float | None,
     rope_scaling: bool,
     rope_scaling_factor: float,
+    cp_group: ProcessGroup | None = None,
 ) -> RotaryEmbedding | MultimodalRotaryEmbedding | None:
     """The embedding of a model with `kind` of positions; None: it has none.
 
     Multi-latent attention rotates channels of its own, and its config says all about them.
     Raises: ConfigError where the config does not have what the kind needs.
     """
+    embedding = _embedding_of(
+        config, kind, rotary_percent, rotary_base, seq_len_interpolation_factor, rope_scaling, rope_scaling_factor
+    )
+    if embedding is not None:
+        embedding.cp_group = cp_group
+    return embedding
+
+
+def _embedding_of(
+    config: TransformerConfig,
+    kind: str,
+    rotary_percent: float,
+    rotary_base: float,
+    seq_len_interpolation_factor: float | None,
+    rope_scaling: bool,
+    rope_scaling_factor: float,
+) -> RotaryEmbedding | MultimodalRotaryEmbedding | None:
     if isinstance(config, MLATransformerConfig):
         return _latent(config, kind, seq_len_interpolation_factor, rope_scaling, rope_scaling_factor)
     if kind not in ROTARY:
@@ -112,17 +135,31 @@ def rotary_angles(
     position_ids: Tensor | None,
     config: TransformerConfig,
     device: torch.device,
+    cp_group: ProcessGroup | None = None,
+    packed: PackedSeqParams | None = None,
 ) -> Tensor:
-    """Angles of `length` positions, `[length, 1 or b, 1, r]`.
+    """Angles of the tokens that this rank holds, `[length/cp, 1 or b, 1, r]`.
 
     Args:
+        length: positions of the whole sequence, or of the longest packed document.
+        cp_group: ranks that hold the other tokens.
+        packed: positions restart in each of these documents.
         position_ids: `[3, b, length]` are taken by a multimodal embedding as they are. Positions of text, `[b, s]` or
             None on a stage that reads no data, are 0, 1, ... for every rotary embedding.
     """
     if embedding.inv_freq.device != device and device.type != "meta":
         embedding.inv_freq = embedding.inv_freq.to(device)
+    if packed is not None and not isinstance(embedding, RotaryEmbedding):
+        raise ConfigError(
+            "packed documents with multimodal positions",
+            why="their positions are given for each token, and restart as the data say",
+            fix="no packed_seq_params",
+        )
     if isinstance(embedding, RotaryEmbedding):
-        return embedding.angles(length)
+        angles = embedding.angles(length)
+        if packed is not None:
+            return angles_of_documents(angles, packed, "q", cp_group)
+        return split_sequence(angles, collectives.group_rank(cp_group), collectives.group_size(cp_group))
     if position_ids is None or position_ids.dim() == 2:
         position_ids = torch.arange(length, device=device).expand(3, 1, -1)
     elif position_ids.shape[-1] != length:
@@ -133,4 +170,5 @@ def rotary_angles(
             fix="position_ids [3, b, s] of the whole sequence, without a cache",
         )
     assert config.mrope_section is not None
-    return embedding(position_ids, config.mrope_section)
+    angles = embedding(position_ids, config.mrope_section)
+    return split_sequence(angles, collectives.group_rank(cp_group), collectives.group_size(cp_group))

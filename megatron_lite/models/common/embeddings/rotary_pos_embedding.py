@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
+from megatron_lite.context_parallel.partition import split_sequence
 from megatron_lite.errors import ConfigError
+from megatron_lite.packed_seq_params import PackedSeqParams
 from megatron_lite.transformer.inference_context import InferenceContext
 from megatron_lite.transformer.transformer_config import TransformerConfig
 
 
 class _Rotary(nn.Module):
     inv_freq: Tensor
+    cp_group: ProcessGroup | None
 
     def get_rotary_seq_len(
         self,
@@ -33,16 +36,18 @@ class _Rotary(nn.Module):
         transformer: Any,
         transformer_input: Tensor,
         transformer_config: TransformerConfig,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> int:
         """How many positions this forward pass needs: the whole sequence's, also where a rank holds a shard."""
         if inference_context is not None:
             return inference_context.max_sequence_length
+        if packed_seq_params is not None:
+            return max(d.end - d.begin for of in ("q", "kv") for d in packed_seq_params.documents(of))
         held = transformer_input if getattr(transformer, "input_tensor", None) is None else transformer.input_tensor
         length = held.shape[0]
         if transformer_config.sequence_parallel:
             length *= collectives.group_size(transformer.pg_collection.tp)
-        return length * transformer_config.context_parallel_size
+        return length * collectives.group_size(self.cp_group)
 
 
 class RotaryEmbedding(_Rotary):
@@ -55,7 +60,8 @@ class RotaryEmbedding(_Rotary):
         seq_len_interpolation_factor: divides positions.
         rotary_base: base of the frequencies.
         rope_scaling, rope_scaling_factor: Llama 3.1's stretching, from a context of 8192.
-        use_cpu_initialization, cp_group: accepted as Megatron has them.
+        use_cpu_initialization: accepted as Megatron has it.
+        cp_group: ranks that hold the other positions of a sequence; None: there are none.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class RotaryEmbedding(_Rotary):
         self.inv_freq = inverse_frequencies(kv_channels, rotary_percent, rotary_base)
         if rope_scaling:
             self.inv_freq = stretch_frequencies(self.inv_freq, rope_scaling_factor)
+        self.cp_group = cp_group
         self._cached: tuple[Any, Tensor] | None = None
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
@@ -85,11 +92,20 @@ class RotaryEmbedding(_Rotary):
         return torch.outer(positions, self.inv_freq)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """`[s, 1, 1, r]`: the angle of each channel (both channels of a pair hold it); kept from call to call."""
-        return self.angles(max_seq_len, offset)
+        """`[s/cp, 1, 1, r]`: the angle of each channel (both channels of a pair hold it).
+
+        Args:
+            max_seq_len: s.
+            packed_seq: give all s, which are those of a document: `apply_rotary_pos_emb` picks them.
+            cp_group: instead of the one of construction.
+        """
+        angles, group = self.angles(max_seq_len, offset), cp_group or self.cp_group
+        if packed_seq:
+            return angles
+        return split_sequence(angles, collectives.group_rank(group), collectives.group_size(group))
 
     def angles(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """As `forward`, whatever else a kind of rotary embedding returns."""
+        """`[s, 1, 1, r]`: of all positions, whatever else a kind of rotary embedding returns; kept from call to call."""
         device = torch.get_default_device() if self.inv_freq.device.type == "meta" else self.inv_freq.device
         key = (max_seq_len, offset, device)
         if self._cached is None or self._cached[0] != key:
@@ -119,6 +135,7 @@ class MultimodalRotaryEmbedding(_Rotary):
         super().__init__()
         self.rotary_interleaved, self.seq_len_interpolation_factor = rotary_interleaved, seq_len_interpolation_factor
         self.inv_freq = inverse_frequencies(kv_channels, rotary_percent, rotary_base)
+        self.cp_group = cp_group
 
     def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: Any = None) -> Tensor:
         """`[s, b, 1, r]`: the angle of each channel.

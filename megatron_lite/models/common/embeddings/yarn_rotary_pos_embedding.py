@@ -34,7 +34,8 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             slowed by the whole factor.
         mscale, mscale_all_dim: of the concentration factor (`fusions.rope.yarn_concentration`).
         correction_range_round_to_int: mix between whole pairs.
-        use_cpu_initialization, cp_group: accepted as Megatron has them.
+        use_cpu_initialization: accepted as Megatron has it.
+        cp_group: as RotaryEmbedding has it.
     """
 
     def __init__(
@@ -54,7 +55,14 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         use_cpu_initialization: bool = False,
         cp_group: ProcessGroup | None = None,
     ):
-        super().__init__(kv_channels, rotary_percent, rotary_interleaved, seq_len_interpolation_factor, rotary_base)
+        super().__init__(
+            kv_channels,
+            rotary_percent,
+            rotary_interleaved,
+            seq_len_interpolation_factor,
+            rotary_base,
+            cp_group=cp_group,
+        )
         self.mscale = yarn_concentration(scaling_factor, mscale, mscale_all_dim)
         low, high = correction_range(
             2 * len(self.inv_freq),
