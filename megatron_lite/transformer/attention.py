@@ -152,7 +152,7 @@ class Attention(MegatronModule):
             attention_mask: bool `[b or 1, 1, s, sk]`, True = hidden.
             key_value_states: `[sk, b, h]`, cross attention's other sequence.
             inference_context: keys and values of the tokens so far; x are the next ones.
-            rotary_pos_emb: angles `[positions, 1 or b, 1, r]` of this rank's tokens, in the order in which they lie (with a
+            rotary_pos_emb: angles `[positions, 1 or b, 1, r]` of this rank's tokens, in their order (with a
                 context from position 0 on), for queries and keys or one each.
             packed_seq_params: documents in the one sequence.
             rotary_pos_cos, rotary_pos_sin: accepted as Megatron has them (its decoding kernels); the angles decide.

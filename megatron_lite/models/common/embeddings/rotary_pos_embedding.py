@@ -105,7 +105,7 @@ class RotaryEmbedding(_Rotary):
         return split_sequence(angles, collectives.group_rank(group), collectives.group_size(group))
 
     def angles(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """`[s, 1, 1, r]`: of all positions, whatever else a kind of rotary embedding returns; kept from call to call."""
+        """`[s, 1, 1, r]`: of all positions, whatever else a kind of embedding returns; kept from call to call."""
         device = torch.get_default_device() if self.inv_freq.device.type == "meta" else self.inv_freq.device
         key = (max_seq_len, offset, device)
         if self._cached is None or self._cached[0] != key:
