@@ -25,6 +25,7 @@ class Family:
 
     defaults: of flags, by name in the namespace. reads_sentences: its corpora are split into sentences, and its
     tokenizer is WordPiece. every_stage_reads: each pipeline stage needs a part of every micro-batch, as a mask.
+    splits_sequences: context parallelism is defined for it.
     """
 
     title: str
@@ -32,10 +33,13 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     reads_sentences: bool = False
     every_stage_reads: bool = False
+    splits_sequences: bool = False
 
 
 FAMILIES: dict[str, Family] = {
-    "gpt": Family(title="GPT", script="pretrain_gpt.py", defaults={"tokenizer_type": "GPT2BPETokenizer"}),
+    "gpt": Family(
+        title="GPT", script="pretrain_gpt.py", defaults={"tokenizer_type": "GPT2BPETokenizer"}, splits_sequences=True
+    ),
     "bert": Family(
         title="BERT",
         script="pretrain_bert.py",
