@@ -37,6 +37,8 @@ def choose_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if count == 1 and "SLURM_STEP_NUM_TASKS" in os.environ and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return torch.device("cuda", 0)  # srun --gpus-per-task=1 shows each task its own device alone
     if local_rank >= count:
         raise ConfigError(
             f"LOCAL_RANK={local_rank} on a machine with {count} CUDA devices",
@@ -119,7 +121,16 @@ def _init_process_group(args: Namespace, launch: Launch) -> None:
         return
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
-    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    try:
+        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is taken on this machine",
+            why="rank 0 listens there; another run or a program holds it",
+            fix="another MASTER_PORT, or torchrun --standalone, which finds a free one",
+        ) from None
 
 
 def _deterministic() -> None:

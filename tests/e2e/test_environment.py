@@ -2,12 +2,14 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
-from tests.e2e.launch import TINY, environment, run, torchrun
+from tests.e2e.launch import TINY, command, environment, run, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -114,9 +116,49 @@ def test_C143_nonsense_from_the_launcher_is_named_and_nothing_hangs():
     for env, words in (
         ({"RANK": "abc"}, ["RANK=abc"]),
         ({"RANK": "5", "WORLD_SIZE": "2"}, ["RANK=5", "WORLD_SIZE=2"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no such host", "MASTER_PORT": "1"}, ["MASTER_ADDR=no such"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, ["MASTER_PORT=x"]),
     ):
+        began = time.monotonic()
         done = run(*TINY, "--train-iters", 2, timeout=60, **env)
+        assert time.monotonic() - began < 20  # a second or two on an idle machine: torch is not even imported
         assert done.status == 2 and all(word in done.err for word in words), done.err
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        done = run(*TINY, "--train-iters", 2, "--global-batch-size", 2, timeout=120, **place)
+    assert done.status == 2 and "Traceback" not in done.err, done.err
+    assert f"MASTER_PORT={place['MASTER_PORT']}" in done.err and "taken" in done.err
+
+
+def test_srun_starts_a_world_without_torchrun():
+    """Two tasks of a step of SLURM: no variable of torchrun's is set."""
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+    }
+    words = command(*TINY, "--train-iters", 2, "--global-batch-size", 2)
+    tasks = [
+        subprocess.Popen(
+            words,
+            env=environment(**step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    out = [task.communicate(timeout=240)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], out
+    assert "using world size: 2, data-parallel size: 2" in out[0]
 
 
 def _python(words, env):

@@ -138,7 +138,7 @@ def test_the_launcher_says_rank_and_size(monkeypatch: pytest.MonkeyPatch) -> Non
         "RANK": "3",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
-        "MASTER_ADDR": "x",
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
