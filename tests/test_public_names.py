@@ -115,7 +115,12 @@ NAMES: dict[str, dict[str, str]] = {
             "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups normalization "
             "layernorm_epsilon add_bias_linear gated_linear_unit activation_func hidden_dropout attention_dropout "
             "attention_softmax_in_fp32 recompute_granularity recompute_method recompute_num_layers"
-        )
+        ),
+        "MLATransformerConfig": (
+            "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
+            "rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow "
+            "mscale mscale_all_dim"
+        ),
     },
     "transformer": {"TransformerConfig": "", "ModuleSpec": "", "build_module": "", "MegatronModule": "", "MLP": ""},
     "transformer.spec_utils": {
@@ -135,6 +140,14 @@ NAMES: dict[str, dict[str, str]] = {
         "SelfAttention": "config submodules layer_number attn_mask_type pg_collection",
         "SelfAttentionSubmodules": "linear_qkv core_attention linear_proj q_layernorm k_layernorm",
         "CrossAttention": "config submodules layer_number attn_mask_type",
+    },
+    "transformer.multi_latent_attention": {
+        "MultiLatentAttention": "config submodules layer_number attn_mask_type attention_type cp_comm_type",
+        "MLASelfAttention": "config submodules layer_number attn_mask_type cp_comm_type pg_collection",
+        "MLASelfAttentionSubmodules": (
+            "linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj core_attention "
+            "linear_proj q_layernorm kv_layernorm"
+        ),
     },
     "transformer.mlp": {"MLP": "config submodules", "MLPSubmodules": "linear_fc1 linear_fc2"},
     "transformer.dot_product_attention": {
@@ -258,7 +271,6 @@ LATER = [
     "models.bert.bert_model.BertModel",
     "models.bert.bert_layer_specs.bert_layer_local_spec",
     "models.retro.RetroModel",
-    "transformer.multi_latent_attention.MLASelfAttention",
     "transformer.multi_token_prediction.MultiTokenPredictionBlock",
     "extensions.transformer_engine.TEColumnParallelLinear",
 ]

@@ -103,7 +103,7 @@ def _reduce_over_tensor_parallel_ranks(model: list[DistributedDataParallel], tp:
                 continue
             if getattr(param, "average_gradients_across_tp_domain", False):
                 means.append(reduced_grad(param))
-            elif (sequence_parallel and getattr(param, "sequence_parallel", False)) or _is_qk_norm(name):
+            elif (sequence_parallel and getattr(param, "sequence_parallel", False)) or _is_head_norm(name, param):
                 sums.append(reduced_grad(param))
     _all_reduce_together(sums, tp, "sum", "non-tensor-parallel gradients")
     _all_reduce_together(means, tp, "avg", "non-tensor-parallel gradients")
@@ -119,9 +119,10 @@ def _all_reduce_together(grads: list[Tensor], group: ProcessGroup | None, op: co
         grad.copy_(result.view_as(grad))
 
 
-def _is_qk_norm(name: str) -> bool:
-    """Norms over a head are held by all tp ranks, each of which sees its own heads."""
-    return "q_layernorm" in name or "k_layernorm" in name
+def _is_head_norm(name: str, param: nn.Parameter) -> bool:
+    """Norms over a head are held by all tp ranks, each of which sees its own heads. A norm over a latent vector has
+    such a name too, and sees all of it."""
+    return ("q_layernorm" in name or "k_layernorm" in name) and not getattr(param, "sees_all_heads", False)
 
 
 def _reduce_shared(

@@ -2,6 +2,7 @@
 
     ColumnParallelLinear   Y_i = X A_i         A = [A_1 ... A_t]       input whole, output split
     RowParallelLinear      Y = sum_i X_i A_i   A = [A_1; ...; A_t]     input split, output whole
+    DuplicatedLinear       Y = X A             A on every rank
     VocabParallelEmbedding rank r holds rows [r v/t, (r + 1) v/t)
 
 A column layer followed by a row layer needs one all-reduce forward and one backward (Shoeybi et al. 2019, section 3);
@@ -375,6 +376,52 @@ class RowParallelLinear(nn.Module):
             else:
                 y = reduce_from_tensor_model_parallel_region(y, self.tp_group)
             y = y if bias is None else y + bias
+        return y, self.bias if self.skip_bias_add else None
+
+
+class DuplicatedLinear(nn.Module):
+    """Y = X A + b, computed by every rank: for a layer too narrow to be split, such as a projection to low rank.
+
+    Inputs are equal on all ranks, or, with sequence parallelism, each rank's part of the sequence: then gradients of
+    the weight are parts of a sum, which `finalize_model_grads` makes.
+
+    Args: as ColumnParallelLinear's.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        tp_group: ProcessGroup | None = None,
+    ):
+        super().__init__()
+        self.config, self.input_size, self.output_size = config, input_size, output_size
+        self.skip_bias_add, self.tp_group = skip_bias_add, default_group(tp_group)
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        self.weight = _parameter((output_size, input_size), "weight", init_method, config, None, None)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = _parameter((output_size,), "bias", Constant(0.0), config, None, None)
+        for param in self.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x `[..., in]` -> (y `[..., out]`, the bias if skipped)."""
+        y = linear_with_grad_accumulation_and_async_allreduce(
+            input_,
+            self.weight,
+            None if self.skip_bias_add else self.bias,
+            self.gradient_accumulation_fusion,
+            False,
+            False,
+            self.tp_group,
+            weight_grad_store=self.config.weight_grad_store,
+        )
         return y, self.bias if self.skip_bias_add else None
 
 

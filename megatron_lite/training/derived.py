@@ -68,6 +68,11 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         lambda a: a.rope_type != "rope" if a.multi_latent_attention else a.position_embedding_type == "yarn",
         "--position-embedding-type yarn, or --multi-latent-attention with --rope-type yarn",
     ),
+    (
+        "--q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rope-type",
+        lambda a: a.multi_latent_attention,
+        "--multi-latent-attention",
+    ),
     ("--rope-scaling-factor", lambda a: a.use_rope_scaling, "--use-rope-scaling"),
     (
         "--reset-position-ids",

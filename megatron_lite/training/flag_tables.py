@@ -32,7 +32,6 @@ CAPABILITIES = {
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
     "launch": ("this way to stop", "--exit-signal-handler, --exit-interval or --exit-duration-in-mins"),
     "mamba": ("state-space (Mamba) layers", "attention layers"),
-    "mla": ("multi-latent attention", "--group-query-attention"),
     "moe": ("this option of experts", "leave it out"),
     "mtp": ("multi-token prediction", "leave it out"),
     "mup": ("width-transfer parametrisation", "leave it out"),

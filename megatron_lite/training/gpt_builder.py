@@ -29,7 +29,12 @@ def gpt_builder(
     elif args.num_experts:
         layer_spec = get_gpt_decoder_block_spec(config, normalization=args.normalization, vp_stage=vp_stage)
     else:
-        layer_spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        layer_spec = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+        )
     return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec,

@@ -20,12 +20,13 @@ from megatron_lite.training.arguments import parse_args
 from megatron_lite.training.configs import ModelConfig
 from megatron_lite.training.families import defaults_of, family_of
 from megatron_lite.training.layout_check import EPSILON
+from megatron_lite.transformer.mla_config import LatentAttentionConfig
 from megatron_lite.transformer.transformer_config import TransformerConfig
 
 SEQ_LENGTH = 32
 VOCABULARY = 256  # padded; a multiple of every scaled tensor-parallel size
 
-_KEPT = (TransformerConfig, ModelConfig, OptimizerConfig, DistributedDataParallelConfig)
+_KEPT = (TransformerConfig, LatentAttentionConfig, ModelConfig, OptimizerConfig, DistributedDataParallelConfig)
 _KEPT_TOO = ("grad_reduce_in_bf16", "use_tp_pp_dp_mapping")
 # How the optimizer's memory is kept: its rounding would hide what is looked for.
 _LEFT_OUT = (
@@ -141,6 +142,7 @@ def _model(given: Namespace, small: Namespace) -> list[str]:
     small.hidden_size = _multiple(hidden / (heads * head) * small.num_attention_heads * small_head, 8 * tp)
     if given.ffn_hidden_size is not None:
         small.ffn_hidden_size = _multiple(given.ffn_hidden_size / hidden * small.hidden_size, 8 * tp)
+    _positions(given, small)
     small.seq_length = SEQ_LENGTH
     small.encoder_seq_length = None
     small.max_position_embeddings = SEQ_LENGTH
@@ -155,6 +157,23 @@ def _model(given: Namespace, small: Namespace) -> list[str]:
         f"groups, instead of {given.num_layers} of {hidden} with {heads} in {groups}",
         f"{SEQ_LENGTH} tokens of a vocabulary of {VOCABULARY}",
     ]
+
+
+def _positions(given: Namespace, small: Namespace) -> None:
+    """Sizes of latent attention, sections of channels and patterns over layers, so that they fit the small model."""
+    for name, most in (("q_lora_rank", 16), ("kv_lora_rank", 16), ("qk_head_dim", 8), ("v_head_dim", 8)):
+        size = getattr(given, name)
+        setattr(small, name, None if size is None else min(size, most))
+    small.qk_pos_emb_head_dim = min(given.qk_pos_emb_head_dim, 8)
+    if given.mrope_section is not None:
+        pairs = int(small.kv_channels * small.rotary_percent) // 2
+        small.mrope_section = [pairs - pairs // 3 * 2, pairs // 3, pairs // 3]
+    for name in ("no_rope_freq", "window_attn_skip_freq"):
+        pattern = getattr(given, name)
+        if isinstance(pattern, list):
+            setattr(small, name, pattern[: small.num_layers])
+    if isinstance(given.no_rope_freq, int) and small.num_layers % given.no_rope_freq:
+        small.no_rope_freq = small.num_layers
 
 
 def _multiple(value: float, of: int) -> int:

@@ -12,10 +12,11 @@ __getattr__, __dir__, __all__ = lazy_face(
         "inference_context": ["InferenceContext"],
         "mlp": ["MLP", "MLPSubmodules"],
         "module": ["Float16Module", "MegatronModule"],
+        "multi_latent_attention": ["MLASelfAttention", "MLASelfAttentionSubmodules", "MultiLatentAttention"],
         "spec_utils": ["ModuleSpec", "build_module"],
-        "torch_norm": ["LayerNorm", "RMSNorm", "WrappedTorchNorm"],
+        "torch_norm": ["L2Norm", "LayerNorm", "RMSNorm", "WrappedTorchNorm"],
         "transformer_block": ["TransformerBlock", "TransformerBlockSubmodules"],
-        "transformer_config": ["TransformerConfig"],
+        "transformer_config": ["MLATransformerConfig", "TransformerConfig"],
         "transformer_layer": ["TransformerLayer", "TransformerLayerSubmodules"],
     },
 )

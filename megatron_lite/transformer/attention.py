@@ -1,6 +1,7 @@
 """The attention half of a layer: project, norm and turn queries and keys, attend, project back.
 
     self    [q; k; v] = x W_qkv     rows by query group: its query heads, then its key, then its value
+            with an output gate [q; gate; k; v]: y = attention(q, k, v) * sigmoid(gate)
     cross   q = x W_q,  [k; v] = c W_kv     rows by head: key, value
 
 Grouped queries: np heads share ng keys and values. Heads are split over tp; a rank holds whole groups. Where there are
@@ -13,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lite import collectives
@@ -68,17 +70,22 @@ class Attention(MegatronModule):
         attention_type: "self" or "cross".
         cp_comm_type: handed to the core attention.
         pg_collection: None = the registered groups.
+        softmax_scale: None = the config's, or what follows from the head size.
+        value_size: channels of a value head; None = kv_channels.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: SelfAttentionSubmodules | CrossAttentionSubmodules,
+        submodules: SelfAttentionSubmodules | CrossAttentionSubmodules | Any,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        softmax_scale: float | None = None,
+        value_size: int | None = None,
     ):
         super().__init__(config)
         self.layer_number, self.attn_mask_type, self.attention_type = layer_number, attn_mask_type, attention_type
@@ -108,12 +115,12 @@ class Attention(MegatronModule):
             attn_mask_type=attn_mask_type,
             attention_type=attention_type,
             cp_comm_type=cp_comm_type,
-            softmax_scale=config.softmax_scale,
+            softmax_scale=config.softmax_scale if softmax_scale is None else softmax_scale,
             pg_collection=self.pg_collection,
         )
         self.linear_proj = build_module(
             submodules.linear_proj,
-            self.query_projection_size,
+            (value_size or config.kv_channels) * config.num_attention_heads,
             config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
@@ -130,6 +137,12 @@ class Attention(MegatronModule):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x `[s, b, h]` -> q `[s, b, np, hn]`, k and v `[sk, b, ng, hn]`."""
         raise NotImplementedError
+
+    def projected(
+        self, hidden_states: Tensor, key_value_states: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values, and the gate `[s, b, np * hn]` of the output where the layer has one."""
+        return *self.get_query_key_value_tensors(hidden_states, key_value_states), None
 
     def forward(
         self,
@@ -158,7 +171,7 @@ class Attention(MegatronModule):
             rotary_pos_cos, rotary_pos_sin: accepted as Megatron has them (its decoding kernels); the angles decide.
         """
         context = inference_context if inference_context is not None else inference_params
-        query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
+        query, key, value, gate = self.projected(hidden_states, key_value_states)
         if context is not None and collectives.group_size(self.pg_collection.cp) > 1:
             raise ConfigError(
                 "generating token by token on context-parallel ranks",
@@ -176,6 +189,22 @@ class Attention(MegatronModule):
         if context is not None and self.attention_type == "self":
             key, value = context.store(self.layer_number, key, value)
 
+        y = self.attend(query, key, value, attention_mask, attention_bias, packed_seq_params)
+        if gate is not None:
+            y = y * torch.sigmoid(gate.float()).to(y.dtype)
+        return self.linear_proj(y)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """The core attention, which may be computed again in backward instead of kept. -> `[s, b, np * hn]`."""
+
         def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
             return self.core_attention(
                 q,
@@ -188,10 +217,8 @@ class Attention(MegatronModule):
             )
 
         if self.recompute_core and self.training:
-            y = checkpoint(core, False, query, key, value, attention_bias)
-        else:
-            y = core(query, key, value, attention_bias)
-        return self.linear_proj(y)
+            return checkpoint(core, False, query, key, value, attention_bias)
+        return core(query, key, value, attention_bias)
 
 
 class SelfAttention(Attention):
@@ -207,10 +234,11 @@ class SelfAttention(Attention):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
+        self.has_gate = config.attention_output_gate
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
-            self.query_projection_size + 2 * self.kv_projection_size,
+            (2 if self.has_gate else 1) * self.query_projection_size + 2 * self.kv_projection_size,
             config=config,
             init_method=config.init_method,
             gather_output=False,
@@ -231,35 +259,46 @@ class SelfAttention(Attention):
         self, hidden_states: Tensor, key_value_states: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x `[s, b, h]` -> q `[s, b, np, hn]`, k and v `[s, b, ng, hn]`."""
+        return self.projected(hidden_states, key_value_states)[:3]
+
+    def projected(
+        self, hidden_states: Tensor, key_value_states: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """x `[s, b, h]` -> q `[s, b, np, hn]`, k and v `[s, b, ng, hn]`, the gate `[s, b, np * hn]` or None."""
         mixed, _ = self.linear_qkv(hidden_states)
         groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         heads = self.num_attention_heads_per_partition
         s, b = mixed.shape[:2]
         if self.ranks_per_group > 1:
-            query, key, value = self._own_heads_of_shared_group(mixed)
+            queries, key, value = self._own_heads_of_shared_group(mixed)
         else:
-            mixed = mixed.view(s, b, groups, (heads // groups + 2) * size)
-            # One split: its backward is one concatenation, where three slices would fill and add three tensors.
-            query, key, value = mixed.split([heads // groups * size, size, size], dim=-1)
-        query = query.reshape(s, b, heads, size)
+            parts = self._parts(heads // groups)
+            # One split: its backward is one concatenation, where slices would fill and add a tensor each.
+            *queries, key, value = mixed.view(s, b, groups, sum(parts)).split(parts, dim=-1)
+        query = queries[0].reshape(s, b, heads, size)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, value
+        return query, key, value, queries[1].reshape(s, b, heads * size) if self.has_gate else None
 
-    def _own_heads_of_shared_group(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's rows of [q; k; v] `[s, b, out/t]` -> its queries, and the key and value of its group.
+    def _parts(self, heads: int) -> list[int]:
+        """Channels of a group of `heads` query heads: queries, the gate of their output if there is one, key, value."""
+        size = self.hidden_size_per_attention_head
+        return [heads * size, *([heads * size] if self.has_gate else []), size, size]
+
+    def _own_heads_of_shared_group(self, mixed: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        """This rank's rows of [q; k; v] `[s, b, out/t]` -> its queries (and gate), and the key and value of its group.
 
         Each is `[s, b, 1, channels]`. The gradient of what is gathered differs from rank to rank, so it is summed.
         """
         size, own = self.hidden_size_per_attention_head, self.num_attention_heads_per_partition
         rows = all_gather_last_dim_from_tensor_parallel_region(mixed, self.pg_collection.tp)
         group, place = divmod(collectives.group_rank(self.pg_collection.tp), self.ranks_per_group)
-        heads = own * self.ranks_per_group
-        of_group = rows.view(*rows.shape[:2], -1, (heads + 2) * size)[:, :, group : group + 1]
-        queries, key, value = of_group.split([heads * size, size, size], dim=-1)
-        return queries[..., place * own * size : (place + 1) * own * size], key, value
+        parts = self._parts(own * self.ranks_per_group)
+        of_group = rows.view(*rows.shape[:2], -1, sum(parts))[:, :, group : group + 1]
+        *queries, key, value = of_group.split(parts, dim=-1)
+        return [x[..., place * own * size : (place + 1) * own * size] for x in queries], key, value
 
 
 def _head_norm(module: ModuleSpec | type, size: int, config: TransformerConfig) -> Any:

@@ -7,6 +7,9 @@
     flash                 the same, flash kernel only                               sinks, bias; dropout on a CPU
     auto                  the fastest of them that can do what is asked
 
+Heads of values may have another size than those of queries and keys. torch's flash kernels want one size, so the
+narrower side is filled up with zeros, which change no score, and the result is cut.
+
 What a query may see: what the window (if there is one) and the given mask (True = hidden) both leave; without either,
 in a causal layer, itself and what came before. Hidden scores become -10000, so a query that may see nothing looks at
 everything equally; `fused` and `flash` use minus infinity, which is the same unless a query sees nothing.
@@ -343,7 +346,10 @@ class DotProductAttention(MegatronModule):
         dropout: float,
         backend: AttnBackend,
     ) -> Tensor:
-        dtype = q.dtype
+        dtype, size = q.dtype, v.shape[-1]
+        if size != q.shape[-1]:
+            wide = max(size, q.shape[-1])
+            q, k, v = (F.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
         kept: Any = nullcontext()
         if matmul_kernel(dtype, q.device.type) == "widen":
             q, k, v = q.float(), k.float(), v.float()
@@ -365,7 +371,7 @@ class DotProductAttention(MegatronModule):
                     fix="--attention-backend auto",
                 ) from error
             raise
-        return y.to(dtype)
+        return y[..., :size].to(dtype)
 
     def _written_out(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor | None, dropout: float

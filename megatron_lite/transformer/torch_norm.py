@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -62,6 +64,24 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., h]` -> `[..., h]` in the parameters' dtype."""
         return rms_norm(x, self.gamma(), self.eps)
+
+
+class L2Norm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), without weights: what Llama 4 does to queries and keys.
+
+    Args:
+        config: accepted as norms have it.
+        eps: Megatron's for this norm, whatever the config's is.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, config: TransformerConfig | None = None, **_: Any):
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., h]` -> `[..., h]`."""
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class WrappedTorchNorm:

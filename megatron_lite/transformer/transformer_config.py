@@ -30,6 +30,7 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 RECOMPUTE_MODULES = (
     "core_attn",
     "layernorm",
+    "mla_up_proj",
     "mlp",
     "moe",
     "shared_experts",
@@ -235,6 +236,7 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
 
     def _problems(self) -> Iterator[ConfigError]:
         heads, groups, tp = self.num_attention_heads, self.num_query_groups or 1, self.tensor_model_parallel_size
+        rows = (heads * (1 + self.attention_output_gate) + 2 * groups) * (self.kv_channels or 0)
         if groups < 1 or heads % groups:
             yield ConfigError(
                 f"--num-attention-heads {heads} with --num-query-groups {groups}",
@@ -254,12 +256,11 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
                 why="a rank holds whole key/value heads, or a whole number of ranks shares one",
                 fix="a number of groups that divides the tensor-parallel size or is a multiple of it",
             )
-        elif groups < tp and (heads + 2 * groups) * (self.kv_channels or 0) % tp:
+        elif groups < tp and rows % tp:
             yield ConfigError(
                 f"--num-query-groups {groups} with --tensor-model-parallel-size {tp} and --kv-channels "
                 f"{self.kv_channels}",
-                why=f"the {(heads + 2 * groups) * (self.kv_channels or 0)} rows of queries, keys and values are shared "
-                "equally",
+                why=f"the {rows} rows of queries, keys and values are shared equally",
                 fix="a --kv-channels that the tensor-parallel size divides",
             )
         for name, legal in (("normalization", NORMALIZATIONS), ("softmax_type", SOFTMAX_TYPES)):
@@ -331,6 +332,12 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
                 f"--recompute-modules {' '.join(self.recompute_modules)} with --recompute-granularity {granularity}",
                 why="modules are chosen in selective recompute only",
                 fix="--recompute-granularity selective",
+            )
+        if "mla_up_proj" in (self.recompute_modules or ()) and not self.multi_latent_attention:
+            yield ConfigError(
+                "--recompute-modules mla_up_proj without --multi-latent-attention",
+                why="it is the way from the latent vectors to queries, keys and values",
+                fix="leave it out",
             )
         unknown = sorted(set(self.recompute_modules or ()) - set(RECOMPUTE_MODULES))
         if unknown:

@@ -68,6 +68,9 @@ class Model:
 
 _LLAMA = f"""{_GPT} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --ffn-hidden-size 96"""
+_LATENT = f"""{_GPT} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --ffn-hidden-size 96 --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4
+    --v-head-dim 5 --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 --mscale-all-dim 1"""
 MODELS = {
     "gpt2": Model("gpt", _GPT),
     "llama": Model("gpt", _LLAMA),
@@ -85,6 +88,9 @@ MODELS = {
         --moe-router-topk-scaling-factor 1.5 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.02
         --moe-router-dtype fp32""",
     ),
+    # Multi-latent attention of both kinds: queries with a latent vector and norms, and without.
+    "latent": Model("gpt", f"{_LATENT} --q-lora-rank 20 --qk-layernorm --untie-embeddings-and-output-weights"),
+    "latent-tied": Model("gpt", _LATENT),
 }
 
 

@@ -7,15 +7,16 @@ from typing import Any
 from megatron_lite.errors import ConfigError
 from megatron_lite.fusions.bias_dropout_add import get_bias_dropout_add
 from megatron_lite.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
 from megatron_lite.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron_lite.transformer.dot_product_attention import DotProductAttention
 from megatron_lite.transformer.enums import AttnMaskType
 from megatron_lite.transformer.identity_op import IdentityOp
 from megatron_lite.transformer.mlp import MLP, MLPSubmodules
 from megatron_lite.transformer.moe.moe_rules import moe_layers
+from megatron_lite.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron_lite.transformer.spec_utils import ModuleSpec
-from megatron_lite.transformer.torch_norm import WrappedTorchNorm
+from megatron_lite.transformer.torch_norm import L2Norm, WrappedTorchNorm
 from megatron_lite.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -42,37 +43,61 @@ def get_gpt_layer_local_spec(
     Args:
         num_experts: a layer of so many experts in place of the MLP.
         moe_grouped_gemm, moe_use_legacy_grouped_gemm: experts in one grouped product.
-        qk_layernorm: norm queries and keys, head by head.
+        qk_layernorm: norm queries and keys, head by head; with latent attention the latent vectors.
+        multi_latent_attention: queries, keys and values from vectors of low rank.
+        qk_l2_norm: divide queries and keys by their root mean square, head by head.
         normalization: accepted as Megatron has it: norms are made by `config.normalization`.
         others: refused while what they ask for is not built.
     """
     _refuse(
-        multi_latent_attention=multi_latent_attention,
         fp8=fp8,
-        qk_l2_norm=qk_l2_norm,
         use_kitchen=use_kitchen,
         **unknown,
     )
-    head_norm = WrappedTorchNorm if qk_layernorm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=WrappedTorchNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=DotProductAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=get_attention_module_spec(qk_layernorm, multi_latent_attention, qk_l2_norm),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=WrappedTorchNorm,
             mlp=get_mlp_module_spec(False, num_experts, moe_grouped_gemm, moe_use_legacy_grouped_gemm),
             mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def get_attention_module_spec(
+    qk_layernorm: bool | None = False, multi_latent_attention: bool | None = False, qk_l2_norm: bool | None = False
+) -> ModuleSpec:
+    """Causal self attention."""
+    norm = WrappedTorchNorm if qk_layernorm else IdentityOp
+    if multi_latent_attention:
+        return ModuleSpec(
+            module=MLASelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=MLASelfAttentionSubmodules(
+                linear_q_proj=ColumnParallelLinear,
+                linear_q_down_proj=DuplicatedLinear,
+                linear_q_up_proj=ColumnParallelLinear,
+                linear_kv_down_proj=DuplicatedLinear,
+                linear_kv_up_proj=ColumnParallelLinear,
+                core_attention=DotProductAttention,
+                linear_proj=RowParallelLinear,
+                q_layernorm=norm,
+                kv_layernorm=norm,
+            ),
+        )
+    head_norm = L2Norm if qk_l2_norm else norm
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
 
@@ -106,9 +131,9 @@ def get_gpt_decoder_layer_specs(
             num_experts=num_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=getattr(config, "multi_latent_attention", False),
+            multi_latent_attention=config.multi_latent_attention,
             normalization=normalization,
-            qk_l2_norm=qk_l2_norm,
+            qk_l2_norm=qk_l2_norm or config.qk_l2_norm,
         )
 
     dense, experts = layer(None), layer(config.num_moe_experts)

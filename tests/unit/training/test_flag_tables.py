@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 # What is refused because it comes later: capability -> number of flags. The list only gets shorter.
 PENDING = {
     "activation variants": 2,
-    "attention variants": 5,
+    "attention variants": 3,
     "bert": 5,
     "checkpoints": 16,
     "diagnostics": 14,
@@ -35,7 +35,6 @@ PENDING = {
     "fsdp": 17,
     "launch": 1,
     "mamba": 6,
-    "mla": 6,
     "moe": 12,
     "mtp": 4,
     "mup": 6,
