@@ -30,6 +30,7 @@ __getattr__, __dir__, __all__ = lazy_face(
         "families": ["defaults_of"],
         "gpt_builder": ["gpt_builder"],
         "gpt_data": ["gpt_dataset_class", "gpt_dataset_config"],
+        "t5_data": ["get_t5_batch"],
         "initialize": ["initialize_megatron", "set_random_seed"],
         "model_parts": ["build_datasets", "build_model"],
         "model_setup": ["get_model", "setup_model_and_optimizer"],

@@ -247,6 +247,7 @@ def validate_args(args: argparse.Namespace, world_size: int | None = None) -> ar
     problems = rules.broken(rules.GIVEN, args)
     notices, warnings = derived.derive(args)
     problems += rules.broken(rules.DERIVED, args)
+    problems += rules.broken(rules.ENCODER_DECODER, args)
     problems += rules.problems_of_experts(args) + rules.problems_of_attention(args) + rules.problems_of_context(args)
     if problems:
         raise command_line.joined(problems)

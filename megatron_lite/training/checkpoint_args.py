@@ -13,6 +13,7 @@ from megatron_lite.log import print_rank_0
 MODEL_ARGUMENTS = (
     "model_family",
     "num_layers",
+    "decoder_num_layers",
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
@@ -20,6 +21,8 @@ MODEL_ARGUMENTS = (
     "group_query_attention",
     "num_query_groups",
     "position_embedding_type",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
     "add_position_embedding",
     "rotary_interleaved",
     "rotary_percent",
@@ -60,6 +63,7 @@ _VOCABULARY = ("tokenizer_type", "make_vocab_size_divisible_by", "padded_vocab_s
 _TAKEN = (
     *MODEL_ARGUMENTS,
     "seq_length",
+    "decoder_seq_length",
     "max_position_embeddings",
     "rotary_base",
     "rotary_seq_len_interpolation_factor",

@@ -18,6 +18,7 @@ class ModelConfig:
     """What a model takes beside its TransformerConfig, and the switches that TransformerConfig's fields derive from."""
 
     encoder_num_layers: int | None = flag(None, "The same as --num-layers, for models with an encoder.")
+    decoder_num_layers: int | None = flag(None, "T5: layers of the decoder. Default: as many as the encoder has.")
 
     # -- positions and vocabulary
     max_position_embeddings: int | None = flag(
@@ -30,6 +31,10 @@ class ModelConfig:
     rotary_base: int = flag(10000, "Rotary positions: theta.")
     rotary_percent: float = flag(1.0, "Rotary positions: share of each head's channels that are rotated.")
     rotary_seq_len_interpolation_factor: int | None = flag(None, "Rotary positions: divide positions by this.")
+    relative_attention_num_buckets: int = flag(32, "Relative positions (T5): buckets of distances.")
+    relative_attention_max_distance: int = flag(
+        128, "Relative positions (T5): from this distance on all are in the last bucket."
+    )
     use_rope_scaling: bool = flag(False, "Rotary positions: the frequency-dependent rescale of Llama 3.")
     rope_scaling_factor: float = flag(8.0, "Factor of that rescale.")
     rotary_scaling_factor: float = flag(
@@ -195,11 +200,14 @@ class DataConfig:
     mock_data: bool = flag(False, "Made-up samples, no files.")
     seq_length: int | None = flag(None, "Length of a sample.", unit="tokens")
     encoder_seq_length: int | None = flag(None, "The same as --seq-length, for models with an encoder.", unit="tokens")
+    decoder_seq_length: int | None = flag(None, "T5: length of the decoder's part of a sample.", unit="tokens")
     num_workers: int = flag(2, "Processes that read data, on each rank.")
     num_dataset_builder_threads: int = flag(1, "Threads that build the indices of a blend's members.")
     mid_level_dataset_surplus: float = flag(
         0.005, "Part of its share by which each member of a weighted blend is built larger."
     )
+    mask_prob: float = flag(0.15, "BERT and T5: part of the tokens that is masked.")
+    short_seq_prob: float = flag(0.1, "BERT and T5: part of the samples that are meant to be shorter.")
     reset_position_ids: bool = flag(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
     eod_mask_loss: bool = flag(False, "No loss on end-of-document tokens.")

@@ -214,7 +214,7 @@ def _virtual_stages(args: Namespace) -> int | None:
     stages = max(1, args.pipeline_model_parallel_size)
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
     if args.num_layers_per_virtual_pipeline_stage:
-        layers = args.num_layers or args.encoder_num_layers or 0
+        layers = all_layers(args)
         chunks = max(1, layers // stages // args.num_layers_per_virtual_pipeline_stage)
     elif args.pipeline_model_parallel_layout:
         try:
@@ -224,9 +224,27 @@ def _virtual_stages(args: Namespace) -> int | None:
     return chunks if chunks > 1 else None
 
 
+def all_layers(args: Namespace) -> int:
+    """Layers of all stacks of the model."""
+    encoder = args.num_layers or args.encoder_num_layers or 0
+    return encoder + (args.decoder_num_layers or encoder) if has_decoder_behind(args) else encoder
+
+
+def has_decoder_behind(args: Namespace) -> bool:
+    """Whether the model is an encoder with a decoder behind it, whose parts are placed as one row of layers."""
+    return getattr(args, "model_family", None) == "t5"
+
+
+def tokens_per_sample(args: Namespace) -> int:
+    """Of all its parts."""
+    return int(args.seq_length + (args.decoder_seq_length or 0))
+
+
 def _derive_shape(args: Namespace) -> None:
     args.num_layers = args.num_layers if args.num_layers is not None else args.encoder_num_layers
     args.encoder_num_layers = args.num_layers
+    if has_decoder_behind(args) and args.decoder_num_layers is None:
+        args.decoder_num_layers = args.num_layers
     args.seq_length = args.seq_length if args.seq_length is not None else args.encoder_seq_length
     args.encoder_seq_length = args.seq_length
     hidden, heads = args.hidden_size, args.num_attention_heads

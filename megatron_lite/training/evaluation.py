@@ -123,6 +123,7 @@ def _forward(
             model=model,
             num_microbatches=num_eval_microbatches(args),
             seq_length=args.seq_length,
+            decoder_seq_length=args.decoder_seq_length,
             micro_batch_size=args.eval_micro_batch_size,
             forward_only=True,
             collect_non_loss_data=collect_non_loss_data,

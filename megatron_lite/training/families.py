@@ -50,7 +50,7 @@ FAMILIES: dict[str, Family] = {
     "t5": Family(
         title="T5",
         script="pretrain_t5.py",
-        defaults={"tokenizer_type": "BertWordPieceCase"},
+        defaults={"tokenizer_type": "BertWordPieceLowerCase"},
         reads_sentences=True,
         every_stage_reads=True,
     ),
@@ -70,6 +70,11 @@ OWN_FLAGS: tuple[tuple[str, str], ...] = (
         "--fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token --sft "
         "--per-dataset-sequences-path --dataloader-inter-document-masking",
     ),
+    (
+        "t5",
+        "--decoder-num-layers --decoder-seq-length --relative-attention-num-buckets --relative-attention-max-distance",
+    ),
+    ("bert t5", "--mask-prob --short-seq-prob"),
     ("gpt retro", "--reset-position-ids --reset-attention-mask --eod-mask-loss --allow-ambiguous-pad-tokens"),
 )
 

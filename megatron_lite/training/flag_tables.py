@@ -38,11 +38,9 @@ CAPABILITIES = {
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
     "other dtypes": ("this choice of number format", "--bf16, --fp16, or neither for fp32"),
     "planning": ("the run without its ranks", "run it smaller"),
-    "relative": ("relative positions", "--position-embedding-type rope"),
     "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
     "retro": ("Retro", "pretrain_gpt.py trains GPT"),
     "retro preprocessing": ("preprocessing for Retro", "megatron-lite preprocess prepares data for GPT"),
-    "t5": ("T5", "pretrain_gpt.py trains GPT"),
     "tensor dumps": ("writing tensors of a step to files", "--log-params-norm, --log-num-zeros-in-grad"),
     "text server": ("the text server", "megatron-lite generate"),
     "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
@@ -113,7 +111,6 @@ REASONS = {
 
 # Values, of flags that work, that have not landed: destination -> value -> capability.
 PENDING_VALUES: dict[str, dict[str, str]] = {
-    "position_embedding_type": {"relative": "relative"},
     "optimizer": dict.fromkeys(("soap", "adaptive_muon"), "optimizers"),
     "ckpt_format": dict.fromkeys(("torch", "torch_dcp", "fsdp_dtensor"), "torch format"),
     "transformer_impl": {"inference_optimized": "inference layers"},

@@ -8,12 +8,16 @@ and of all key heads:
     6 * { T * [ (3 or 2) * h * (f Ld + (fm K + fs) Lm)  +  L * (h * (q + 2 r) + q * h)  +  h * V ]  +  S2 * L * q }
 
 An expert is fm wide, a token goes to K of them and to shared experts of together fs. The router is left out.
+
+An encoder has no logits, and its attention counts in full. A decoder behind it has beside its own attention one to the
+encoder: queries and outputs of its T tokens, keys and values of the encoder's T_e, and s * s_e scores a sample.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron_lite.training.derived import has_decoder_behind
 from megatron_lite.transformer.moe.moe_rules import moe_layers
 
 
@@ -24,14 +28,15 @@ def num_floating_point_operations(args: Namespace, batch_size: int) -> float:
         args: resolved arguments (Megatron's names).
     """
     s, h, layers = args.seq_length, args.hidden_size, args.num_layers
-    tokens, squares = batch_size * s, batch_size * s * s
     query = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     key = args.kv_channels * groups
+    if has_decoder_behind(args):
+        return 6 * batch_size * _encoder_and_decoder(args, query, 3 if args.swiglu or args.quick_geglu else 2)
     mlps = (3 if args.swiglu or args.quick_geglu else 2) * h * _inner_widths(args)
     attention = h * (query + 2 * key) + query * h
     logits = h * args.padded_vocab_size
-    return 6 * (tokens * (mlps + layers * attention + logits) + squares * layers * query)
+    return 6 * batch_size * (s * (mlps + layers * attention + logits) + s * s * layers * query)
 
 
 def _inner_widths(args: Namespace) -> int:
@@ -41,3 +46,13 @@ def _inner_widths(args: Namespace) -> int:
     if experts:
         width = args.moe_ffn_hidden_size * args.moe_router_topk + (args.moe_shared_expert_intermediate_size or 0)
     return args.ffn_hidden_size * (args.num_layers - experts) + width * experts
+
+
+def _encoder_and_decoder(args: Namespace, query: int, matrices: int) -> float:
+    """Matrix elements that a sample meets in both stacks. query: width of all heads. matrices: of an MLP."""
+    s, t, h = args.seq_length, args.decoder_seq_length, args.hidden_size
+    layer = matrices * h * args.ffn_hidden_size + 4 * h * query
+    encoder = args.num_layers * (s * layer + 2 * s * s * query)
+    own = t * layer + t * t * query
+    cross = t * 2 * h * query + s * 2 * h * query + 2 * s * t * query
+    return encoder + args.decoder_num_layers * (own + cross) + t * h * args.padded_vocab_size

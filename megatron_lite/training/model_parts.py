@@ -18,6 +18,8 @@ from megatron_lite.training.data_loading import is_dataset_built_on_rank
 from megatron_lite.training.families import FAMILIES, family_of
 from megatron_lite.training.gpt_builder import gpt_builder
 from megatron_lite.training.gpt_data import gpt_dataset_class, gpt_dataset_config
+from megatron_lite.training.t5_builder import t5_builder
+from megatron_lite.training.t5_data import t5_dataset_class, t5_dataset_config
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Parts:
 
 _PARTS: dict[str, Parts] = {
     "gpt": Parts(gpt_builder, gpt_dataset_class, gpt_dataset_config),
+    "t5": Parts(t5_builder, t5_dataset_class, t5_dataset_config),
 }
 
 

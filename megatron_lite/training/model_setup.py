@@ -60,7 +60,8 @@ def get_model(
         count = sum(p.numel() for module in modules for p in module.parameters())
         say(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}")
         if stages > 1 and tp == 0:
-            say(f" > pipeline stage {pp} holds {layout_of(config).describe(pp)}")
+            placed = getattr(modules[0], "stage_layout", None) or layout_of(config)  # a model of two stacks has its own
+            say(f" > pipeline stage {pp} holds {placed.describe(pp)}")
     print_rank_0(f"> {describe(args.params_dtype, args.device.type)}")
     for number, module in enumerate(modules):
         module.to(args.device)

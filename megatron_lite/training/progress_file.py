@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron_lite.log import rank_and_world_size
+from megatron_lite.training.derived import tokens_per_sample
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -29,7 +30,7 @@ def append_progress(args: Namespace, message: str) -> None:
 def saved_message(args: Namespace, iteration: int, floating_point_operations: float) -> str:
     """What the line of a save says: throughput of this job, and of all jobs with this number of ranks."""
     world_size = rank_and_world_size()[1]
-    tokens = args.consumed_train_samples * args.seq_length / 1e9
+    tokens = args.consumed_train_samples * tokens_per_sample(args) / 1e9
     job = _throughput(args, floating_point_operations, world_size, this_job_only=True)
     cumulative = _throughput(args, floating_point_operations, world_size, this_job_only=False)
     return (

@@ -43,11 +43,13 @@ _NO_LOSS = {
 # Settings that say what was trained, for the short table; the whole configuration follows below it.
 _HEADLINE = (
     "num_layers",
+    "decoder_num_layers",
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
     "num_query_groups",
     "seq_length",
+    "decoder_seq_length",
     "padded_vocab_size",
     "position_embedding_type",
     "normalization",

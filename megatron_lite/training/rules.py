@@ -12,7 +12,17 @@ from megatron_lite.training.rule import Rule, broken
 from megatron_lite.training.rules_attention import problems_of_attention
 from megatron_lite.training.rules_context import problems_of_context
 from megatron_lite.training.rules_derived import DERIVED
+from megatron_lite.training.rules_encoder_decoder import ENCODER_DECODER
 from megatron_lite.training.rules_experts import problems_of_experts
 from megatron_lite.training.rules_given import GIVEN
 
-__all__ = ["DERIVED", "GIVEN", "Rule", "broken", "problems_of_attention", "problems_of_context", "problems_of_experts"]
+__all__ = [
+    "DERIVED",
+    "ENCODER_DECODER",
+    "GIVEN",
+    "Rule",
+    "broken",
+    "problems_of_attention",
+    "problems_of_context",
+    "problems_of_experts",
+]

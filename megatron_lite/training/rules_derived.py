@@ -9,21 +9,28 @@ from typing import Any
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.pipeline_parallel.actions import fall_into_groups
-from megatron_lite.pipeline_parallel.stage_layout import stage_layout
+from megatron_lite.pipeline_parallel.stage_layout import encoder_decoder_layout, stage_layout
 from megatron_lite.rank_grid import nearest_multiples
 from megatron_lite.tokenizers.build_tokenizer import missing_fields
 from megatron_lite.tokenizers.tokenizer_config import NOT_FOR_TEXT
-from megatron_lite.training.derived import gradients_are_fp32, horizon, phase_transitions, problem_of_batch
+from megatron_lite.training.derived import (
+    all_layers,
+    gradients_are_fp32,
+    has_decoder_behind,
+    horizon,
+    phase_transitions,
+    problem_of_batch,
+)
 from megatron_lite.training.rule import Rule, exclusive, flag_of, named, positive, reported
 
 
 def _misplaced(a: Namespace) -> bool | dict[str, Any]:
     """Layers that do not fall into the pipeline's stages."""
-    if min(a.num_layers or 0, a.pipeline_model_parallel_size) < 1:
+    if min(a.num_layers or 0, a.decoder_num_layers or 1, a.pipeline_model_parallel_size) < 1:
         return False
     chunks = a.virtual_pipeline_model_parallel_size or 1
     typed = a.num_layers_per_virtual_pipeline_stage
-    per_stage = a.num_layers / a.pipeline_model_parallel_size
+    per_stage = all_layers(a) / a.pipeline_model_parallel_size
     if typed and chunks * typed != per_stage:
         return {
             "misplaced": f"--num-layers-per-virtual-pipeline-stage {typed} with {per_stage:g} layers on each of "
@@ -31,17 +38,19 @@ def _misplaced(a: Namespace) -> bool | dict[str, Any]:
             "rule": "the layers of a stage divide into its virtual stages",
             "way_out": "--num-virtual-stages-per-pipeline-rank, or a number that divides",
         }
+    ways: dict[str, Any] = {
+        "first": a.decoder_first_pipeline_num_layers,
+        "last": a.decoder_last_pipeline_num_layers,
+        "count_embedding": a.account_for_embedding_in_pipeline_split,
+        "count_loss": a.account_for_loss_in_pipeline_split,
+        "layout": a.pipeline_model_parallel_layout,
+    }
+    stages, split = a.pipeline_model_parallel_size, a.pipeline_model_parallel_split_rank or None
     try:
-        stage_layout(
-            a.num_layers,
-            a.pipeline_model_parallel_size,
-            chunks,
-            a.decoder_first_pipeline_num_layers,
-            a.decoder_last_pipeline_num_layers,
-            a.account_for_embedding_in_pipeline_split,
-            a.account_for_loss_in_pipeline_split,
-            a.pipeline_model_parallel_layout,
-        )
+        if has_decoder_behind(a):
+            encoder_decoder_layout(a.num_layers, a.decoder_num_layers, stages, chunks, split, **ways)
+        else:
+            stage_layout(a.num_layers, stages, chunks, **ways)
     except ConfigError as error:
         return {"misplaced": error.what, "rule": error.why, "way_out": error.fix}
     return False

@@ -76,6 +76,7 @@ def train_step(
         model=model,
         num_microbatches=get_num_microbatches(),
         seq_length=args.seq_length,
+        decoder_seq_length=args.decoder_seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
         pg_collection=pg_collection,

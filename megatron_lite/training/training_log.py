@@ -31,6 +31,7 @@ from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.timers import Timers
 from megatron_lite.training import global_vars
 from megatron_lite.training.communication_log import CommunicationLog, as_text
+from megatron_lite.training.derived import tokens_per_sample
 from megatron_lite.training.evaluation import perplexity, result_line, validation_tag
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.train_step import StepResult
@@ -86,7 +87,7 @@ class TrainingLog:
         """Note a step; at the log interval print the line."""
         args = self.args
         self._iterations += 1
-        self._tokens += batch_size * args.seq_length
+        self._tokens += batch_size * tokens_per_sample(args)
         if result.skipped:
             self._skipped += 1
             self._nan += any(not math.isfinite(loss) for loss in result.losses.values())
@@ -341,6 +342,7 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
     ]
     total = sum(size for _, size in rows)
     batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+    length = tokens_per_sample(args)
     lines = [
         "run:",
         f"  layout            {rank_and_world_size()[1]} rank(s) = tp {args.tensor_model_parallel_size} x cp "
@@ -350,7 +352,7 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
         "  memory per rank   "
         + " + ".join(f"{name} {_size(size)}" for name, size in rows)
         + f" = {_size(total)}, and activations",
-        f"  a step            {batch} samples x {args.seq_length} = {batch * args.seq_length:,} tokens in "
+        f"  a step            {batch} samples x {length} = {batch * length:,} tokens in "
         f"{get_num_microbatches()} micro-batch(es) a rank",
         f"  the run           {args.train_iters:,} iterations, of which {args.iteration:,} are done",
     ]

@@ -53,6 +53,9 @@ def _vocabulary() -> Path:
 
 _WORDS = f"""{_SHAPE} --data-path {SENTENCES} --vocab-file {_vocabulary()}"""
 
+_T5 = f"""{_WORDS} --seq-length 32 --decoder-seq-length 16 --max-position-embeddings 32 --vocab-extra-ids 20
+    --mask-prob 0.3"""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -91,6 +94,12 @@ MODELS = {
     # Multi-latent attention of both kinds: queries with a latent vector and norms, and without.
     "latent": Model("gpt", f"{_LATENT} --q-lora-rank 20 --qk-layernorm --untie-embeddings-and-output-weights"),
     "latent-tied": Model("gpt", _LATENT),
+    "t5": Model("t5", f"{_T5} --position-embedding-type relative"),
+    "t5-rope": Model(
+        "t5",
+        f"""{_T5} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+        --untie-embeddings-and-output-weights --ffn-hidden-size 96""",
+    ),
 }
 
 

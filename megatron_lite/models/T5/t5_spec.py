@@ -19,6 +19,7 @@ from megatron_lite.transformer.attention import (
 )
 from megatron_lite.transformer.dot_product_attention import DotProductAttention
 from megatron_lite.transformer.enums import AttnMaskType
+from megatron_lite.transformer.identity_op import IdentityOp
 from megatron_lite.transformer.mlp import MLP, MLPSubmodules
 from megatron_lite.transformer.spec_utils import ModuleSpec
 from megatron_lite.transformer.torch_norm import WrappedTorchNorm
@@ -26,13 +27,13 @@ from megatron_lite.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_lite.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
-def encoder_model_with_local_spec() -> ModuleSpec:
-    """An encoder layer of this package's own modules."""
+def encoder_model_with_local_spec(qk_layernorm: bool = False) -> ModuleSpec:
+    """An encoder layer of this package's own modules; with norms on queries and keys, head by head, where asked."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=WrappedTorchNorm,
-            self_attention=_self_attention(AttnMaskType.padding),
+            self_attention=_self_attention(AttnMaskType.padding, qk_layernorm),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=WrappedTorchNorm,
             mlp=_mlp(),
@@ -41,14 +42,14 @@ def encoder_model_with_local_spec() -> ModuleSpec:
     )
 
 
-def decoder_model_with_local_spec() -> ModuleSpec:
-    """A decoder layer of this package's own modules."""
+def decoder_model_with_local_spec(qk_layernorm: bool = False) -> ModuleSpec:
+    """A decoder layer of this package's own modules; norms on queries and keys are self attention's."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=WrappedTorchNorm,
             # Padding is at the end, behind every token that counts: without a mask, causal is all that is needed.
-            self_attention=_self_attention(AttnMaskType.padding_causal),
+            self_attention=_self_attention(AttnMaskType.padding_causal, qk_layernorm),
             self_attn_bda=get_bias_dropout_add,
             pre_cross_attn_layernorm=WrappedTorchNorm,
             cross_attention=ModuleSpec(
@@ -69,17 +70,21 @@ def decoder_model_with_local_spec() -> ModuleSpec:
     )
 
 
-def get_t5_encoder_with_local_block_spec(num_layers: int, final_layernorm: bool = True) -> TransformerBlockSubmodules:
+def get_t5_encoder_with_local_block_spec(
+    num_layers: int, final_layernorm: bool = True, qk_layernorm: bool = False
+) -> TransformerBlockSubmodules:
     """All encoder layers of the model (a pipeline stage takes its own of them), with or without a final norm."""
     return TransformerBlockSubmodules(
-        [encoder_model_with_local_spec()] * num_layers, WrappedTorchNorm if final_layernorm else None
+        [encoder_model_with_local_spec(qk_layernorm)] * num_layers, WrappedTorchNorm if final_layernorm else None
     )
 
 
-def get_t5_decoder_with_local_block_spec(num_layers: int, final_layernorm: bool = True) -> TransformerBlockSubmodules:
+def get_t5_decoder_with_local_block_spec(
+    num_layers: int, final_layernorm: bool = True, qk_layernorm: bool = False
+) -> TransformerBlockSubmodules:
     """All decoder layers of the model, with or without a final norm."""
     return TransformerBlockSubmodules(
-        [decoder_model_with_local_spec()] * num_layers, WrappedTorchNorm if final_layernorm else None
+        [decoder_model_with_local_spec(qk_layernorm)] * num_layers, WrappedTorchNorm if final_layernorm else None
     )
 
 
@@ -101,12 +106,17 @@ def _no_transformer_engine() -> ConfigError:
     )
 
 
-def _self_attention(mask_type: AttnMaskType) -> ModuleSpec:
+def _self_attention(mask_type: AttnMaskType, qk_layernorm: bool) -> ModuleSpec:
+    head_norm = WrappedTorchNorm if qk_layernorm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": mask_type},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
 

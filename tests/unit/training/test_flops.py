@@ -1,10 +1,19 @@
 """Operations of a step equal Megatron's to the last digit."""
 
+import copy
 from argparse import Namespace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_lite.models.T5 import (
+    T5Model,
+    get_t5_decoder_with_local_block_spec,
+    get_t5_encoder_with_local_block_spec,
+)
 from megatron_lite.training.flops import num_floating_point_operations
+from megatron_lite.transformer import TransformerConfig
 
 ROWS = [
     # layers, hidden, ffn, heads, groups, sequence, vocabulary, swiglu, batch, operations
@@ -87,3 +96,36 @@ def test_operations_of_experts_equal_the_published_values(model, batch, operatio
     """Counting all experts, not the chosen ones, would inflate them fourfold."""
     args = Namespace(**model, moe_router_topk=2, group_query_attention=True, swiglu=True, quick_geglu=False)
     assert num_floating_point_operations(args, batch) == operations
+
+
+def test_operations_of_an_encoder_and_a_decoder_equal_those_that_torch_counts():
+    """On meta tensors, where every product is counted; causal attention is counted in full there."""
+    layers, behind, h, heads, s, t, vocabulary = 3, 2, 32, 4, 24, 8, 64
+    config = TransformerConfig(
+        num_layers=behind, hidden_size=h, num_attention_heads=heads, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    encoder = copy.deepcopy(config)
+    encoder.num_layers = layers
+    specs = get_t5_encoder_with_local_block_spec(layers), get_t5_decoder_with_local_block_spec(behind)
+    with torch.device("meta"):
+        model = T5Model(config, encoder, *specs, vocabulary, s, share_embeddings_and_output_weights=True)
+        text, gaps = torch.zeros(5, s, dtype=torch.int64), torch.zeros(5, t, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(text, gaps, None, None, None)
+    args = Namespace(
+        model_family="t5",
+        num_layers=layers,
+        decoder_num_layers=behind,
+        hidden_size=h,
+        ffn_hidden_size=4 * h,
+        num_attention_heads=heads,
+        group_query_attention=False,
+        kv_channels=h // heads,
+        seq_length=s,
+        decoder_seq_length=t,
+        padded_vocab_size=vocabulary,
+        swiglu=False,
+        quick_geglu=False,
+    )
+    hidden_half = 5 * 2 * behind * t * t * h  # of the scores and of their products with values, two operations each
+    assert num_floating_point_operations(args, 5) == 3 * (counter.get_total_flops() - hidden_half)

@@ -68,7 +68,7 @@ class LanguageModule(MegatronModule):
             if name in buffers:
                 continue
             param = self.get_parameter(name)
-            if self.share_embeddings_and_output_weights and name == "output_layer.weight":
+            if self.share_embeddings_and_output_weights and param is self._output_weight():
                 global_name = "embedding.word_embeddings.weight"
             shard = getattr(param, "shard", None) or whole(name, tuple(param.shape))
             param.shard = shard.renamed(global_name)  # type: ignore[attr-defined]
