@@ -9,6 +9,21 @@ from megatron_lite.checkpointing.plain_values import to_json
 from megatron_lite.errors import CheckpointError
 from megatron_lite.log import print_rank_0
 
+EXPERTS = (
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_apply_probs_on_input",
+)
 # What makes a checkpoint's weights mean something else. Most of these show in no tensor's shape.
 MODEL_ARGUMENTS = (
     "model_family",
@@ -47,6 +62,7 @@ MODEL_ARGUMENTS = (
     "squared_relu",
     "openai_gelu",
     "untie_embeddings_and_output_weights",
+    *EXPERTS,
 )
 # What makes its token numbers mean something else: when all of these agree, only the padding can differ.
 _TOKENS = (
@@ -116,6 +132,12 @@ _OPTIONAL = {
     "yarn_original_max_position_embeddings",
     "yarn_beta_fast",
     "yarn_beta_slow",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
 }
 # Facts of one process, not of the run.
 _NOT_SAVED = {"rank", "local_rank", "typed", "device", "timers"}

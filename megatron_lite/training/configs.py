@@ -338,6 +338,28 @@ class LoggingConfig:
 
 
 @dataclass(kw_only=True)
+class ExpertsConfig:
+    """Experts in a run: a start from a dense model, records of the routing."""
+
+    moe_use_upcycling: bool = flag(
+        False, "Start experts from the dense model of --load: write it as one with experts, under --save."
+    )
+    moe_upcycling_granularity: int = flag(1, "Into how many experts the dense model's MLP is cut.")
+    save_tokens_per_expert_interval: int | None = flag(
+        None, "Write tokens of each expert to tokens_per_expert.jsonl in the save folder.", unit="iterations"
+    )
+    moe_routing_trace_path: str | None = flag(
+        None, "Folder of traces of the routing: a file for each rank, a JSON object for each pass of a layer."
+    )
+    moe_routing_trace_max_training_iters: int | None = flag(
+        None, "Trace the first so many iterations of a run. Default: all.", unit="iterations"
+    )
+    moe_routing_trace_capture_logits: bool = flag(False, "Logits in the trace as well.")
+    moe_routing_trace_capture_hidden_states: bool = flag(False, "Inputs of the routers in the trace as well.")
+    moe_routing_trace_dump_weights: bool = flag(False, "Weights of the routers beside the trace.")
+
+
+@dataclass(kw_only=True)
 class PipelineConfig:
     """How many parts of the model a pipeline stage holds, and what stages do at the same time."""
 
@@ -395,6 +417,7 @@ RUN_CONFIGS = (
     FillInTheMiddleConfig,
     ValidationConfig,
     LoggingConfig,
+    ExpertsConfig,
     PipelineConfig,
     DistributedInitConfig,
 )

@@ -5,10 +5,52 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.training.rule import Rule, broken
+from megatron_lite.training.rule import Rule, broken, positive, reported
 from megatron_lite.transformer.moe.moe_rules import moe_problems
 
+
+def check_upcycling(args: Namespace) -> ConfigError | None:
+    """What of the flags cannot be."""
+    if not args.moe_use_upcycling:
+        return None
+    if not args.num_experts or not args.save or not args.load:
+        return ConfigError(
+            "--moe-use-upcycling without --num-experts, --load and --save",
+            why="it reads a dense model and writes one with experts",
+            fix="all three",
+        )
+    parts = args.moe_upcycling_granularity
+    if parts < 1 or args.num_experts % parts:
+        return ConfigError(
+            f"--moe-upcycling-granularity {parts} with --num-experts {args.num_experts}",
+            why="so many experts together are one dense MLP, and there is a whole number of them",
+            fix="a divisor of the experts",
+        )
+    if args.moe_shared_expert_intermediate_size is not None:
+        return ConfigError(
+            "--moe-use-upcycling with --moe-shared-expert-intermediate-size",
+            why="a dense model has nothing that could become the shared experts",
+            fix="leave one of them out",
+        )
+    return None
+
+
 EXPERTS: tuple[Rule, ...] = (
+    reported(check_upcycling),
+    positive("save_tokens_per_expert_interval"),
+    Rule(
+        lambda a: bool(a.save_tokens_per_expert_interval) and not (a.num_experts and a.save),
+        "--save-tokens-per-expert-interval {save_tokens_per_expert_interval} without --num-experts and --save",
+        "the counts go into the save folder",
+        "both, or leave it out",
+    ),
+    positive("moe_routing_trace_max_training_iters"),
+    Rule(
+        lambda a: a.moe_routing_trace_path is not None and not a.num_experts,
+        "--moe-routing-trace-path {moe_routing_trace_path} without --num-experts",
+        "a dense model routes nothing",
+        "--num-experts N, or leave it out",
+    ),
     Rule(
         lambda a: bool(a.num_experts) and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
         "--num-experts {num_experts} with --tensor-model-parallel-size {tensor_model_parallel_size} without "

@@ -40,6 +40,7 @@ from megatron_lite.training.batch import skip_batch
 from megatron_lite.training.checkpointing import load_checkpoint, will_load_checkpoint
 from megatron_lite.training.data_loading import DatasetsProvider, RunData, build_train_valid_test_data_iterators
 from megatron_lite.training.evaluation import EvaluationSet, collect_non_loss_data, evaluate
+from megatron_lite.training.expert_log import collect
 from megatron_lite.training.fault_handling import SignalWatch, agree, exit_reason
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.initialize import initialize_megatron
@@ -48,10 +49,12 @@ from megatron_lite.training.model_setup import ModelProvider, params_norm, print
 from megatron_lite.training.profiling import Profiler
 from megatron_lite.training.progress_file import append_progress
 from megatron_lite.training.report import write_report
+from megatron_lite.training.routing_trace import RoutingTrace
 from megatron_lite.training.saving import Saves
 from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import train_step
 from megatron_lite.training.training_log import TrainingLog, describe_run
+from megatron_lite.training.upcycling import upcycle
 
 
 def start(args: Namespace) -> None:
@@ -95,7 +98,9 @@ def run(
     model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type, args, pg_collection)
     args.iteration = args.num_floating_point_operations_so_far = 0
     args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
-    if will_load_checkpoint(args):
+    if args.moe_use_upcycling:
+        upcycle(args, model, optimizer)
+    elif will_load_checkpoint(args):
         timers("load-checkpoint", log_level=0).start(barrier=True)
         args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(model, optimizer, scheduler)
         timers("load-checkpoint").stop(barrier=True)
@@ -128,6 +133,8 @@ def run(
         loop.saves.close()
         loop.log.close()
         loop.profiler.stop()
+        if loop.routing_trace is not None:
+            loop.routing_trace.close()
     if args.save and rank_and_world_size()[0] == 0:
         _report(args)
 
@@ -169,6 +176,7 @@ class Loop:
         self.train_data = None if train is None else for_chunks(train, args, pg_collection)
         self.log = TrainingLog(args, args.timers, pg_collection)
         self.profiler = Profiler(args)
+        self.routing_trace = RoutingTrace(args, model) if args.moe_routing_trace_path else None
         self.process_non_loss_data_func = process_non_loss_data_func
         self.exit_signal = SignalWatch(args.exit_signal) if args.exit_signal_handler else None
         self.saves = Saves(args, model, optimizer, scheduler)
@@ -244,6 +252,8 @@ class Loop:
     def _step(self, iteration: int, batch: int) -> None:
         args = self.args
         assert self.optimizer is not None and self.scheduler is not None, "this run was set up without training"
+        if self.routing_trace is not None:
+            self.routing_trace.before_step(iteration)
         try:
             with self.log.communication.step():
                 result = train_step(
@@ -265,7 +275,11 @@ class Loop:
         norm = None
         if args.log_params_norm:
             norm = params_norm(self.model, self.pg_collection)
-        self.log.step(iteration, result, batch, norm)
+        experts = None
+        if args.num_experts:
+            layers = args.num_layers + (getattr(args, "mtp_num_layers", None) or 0)
+            experts = collect(self.model, layers, args.num_experts, self.pg_collection)
+        self.log.step(iteration, result, batch, norm, experts)
         if self._timeout_after_init is not None:  # the first iteration may take long: it makes NCCL's communicators
             set_timeout(self.pg_collection, timedelta(seconds=self._timeout_after_init))
             self._timeout_after_init = None

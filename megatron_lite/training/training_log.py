@@ -33,6 +33,7 @@ from megatron_lite.training import global_vars
 from megatron_lite.training.communication_log import CommunicationLog, as_text
 from megatron_lite.training.derived import tokens_per_sample
 from megatron_lite.training.evaluation import perplexity, result_line, validation_tag
+from megatron_lite.training.expert_log import ExpertLog, ExpertStatistics
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.train_step import StepResult
 
@@ -74,6 +75,7 @@ class TrainingLog:
         global_vars.set_wandb_writer(self.wandb)
         self.metrics = _metrics_file(args) if self.is_last_rank else None
         self.communication = CommunicationLog(args.log_communication)
+        self.experts = ExpertLog(args)
         self._sums: dict[str, float] = {}
         self._counted = self._skipped = self._nan = 0
         self._iterations = self._tokens = 0
@@ -83,8 +85,19 @@ class TrainingLog:
         self._first_iteration = args.iteration
 
     # -- a step --------------------------------------------------------------------------------------------------
-    def step(self, iteration: int, result: StepResult, batch_size: int, params_norm: float | None) -> None:
-        """Note a step; at the log interval print the line."""
+    def step(
+        self,
+        iteration: int,
+        result: StepResult,
+        batch_size: int,
+        params_norm: float | None,
+        experts: ExpertStatistics | None = None,
+    ) -> None:
+        """Note a step; at the log interval print the line.
+
+        Args:
+            experts: what the step's routers counted.
+        """
         args = self.args
         self._iterations += 1
         self._tokens += batch_size * tokens_per_sample(args)
@@ -95,6 +108,8 @@ class TrainingLog:
             self._counted += 1
             for key, loss in result.losses.items():
                 self._sums[key] = self._sums.get(key, 0.0) + loss
+        if experts is not None:
+            self._experts(iteration, experts)
         if iteration % args.tensorboard_log_interval == 0:
             self._scalars(iteration, result, batch_size, params_norm)
         if iteration % args.log_interval == 0 or iteration == args.train_iters:
@@ -104,6 +119,16 @@ class TrainingLog:
             self._line(iteration, result, batch_size, params_norm, ends=False)
         elif self._progress_line:
             self._progress(iteration, result)
+
+    def _experts(self, iteration: int, found: ExpertStatistics) -> None:
+        args = self.args
+        self.experts.step(found)
+        if iteration % args.tensorboard_log_interval == 0:
+            for tag, value in self.experts.scalars(found).items():
+                self.scalar(tag, value, iteration)
+        interval = args.save_tokens_per_expert_interval
+        if interval and iteration % interval == 0 and self.is_last_rank:
+            self.experts.write_counts(iteration, found)
 
     def _scalars(self, iteration: int, result: StepResult, batch_size: int, params_norm: float | None) -> None:
         args = self.args
@@ -162,8 +187,12 @@ class TrainingLog:
         means = {key: total / max(self._counted, 1) for key, total in self._sums.items()}
         if not means:  # every step of the interval was skipped: say what their loss was
             means = {key: (loss if math.isfinite(loss) else math.nan) for key, loss in result.losses.items()}
+        of_experts, others = self.experts.means()
+        means |= of_experts
         for key, mean in means.items():
             line += f" {key}: {mean:.6E} |"
+        for key, mean in others.items():
+            line += f" {key}: {mean:.2f} |"
         line += f" loss scale: {args.loss_scale_now:.1f} |"
         if result.grad_norm is not None:
             line += f" grad norm: {result.grad_norm:.3f} |"
@@ -179,7 +208,7 @@ class TrainingLog:
             {
                 "iteration": iteration,
                 "consumed_samples": args.consumed_train_samples,
-                **{key: _json_number(mean) for key, mean in means.items()},
+                **{key: _json_number(mean) for key, mean in {**means, **others}.items()},
                 "learning_rate": result.learning_rate,
                 "global_batch_size": batch_size,
                 "grad_norm": _json_number(result.grad_norm),
@@ -210,6 +239,7 @@ class TrainingLog:
     def _start_over(self) -> None:
         self.communication.start_over()
         self._sums.clear()
+        self.experts.start_over()
         self._counted = self._skipped = self._nan = self._iterations = self._tokens = 0
 
     def _progress(self, iteration: int, result: StepResult) -> None:

@@ -35,7 +35,7 @@ PENDING = {
     "fsdp": 17,
     "launch": 1,
     "mamba": 6,
-    "moe": 12,
+    "moe": 3,
     "mtp": 4,
     "mup": 6,
     "other dtypes": 2,
