@@ -1,9 +1,9 @@
 """`--moe-routing-trace-path`: which experts every token went to, as JSON lines, a file for each rank.
 
-    rank_00000.jsonl            {"iteration": 1, "layer": 2, "pass": 0, "shape": [s, b],
-                                 "experts": [[3, 0], ...], "weights": [[.6, .4], ...]}    one list a token, row s_i b + b_i
-                                 with "logits" [[...]] and "hidden_states" [[...]] where they are asked for
-    rank_00000_weights.pt       layer -> router's weight, before the first traced step
+    rank_00000.jsonl         {"iteration": 1, "layer": 2, "pass": 0, "shape": [s, b],
+                              "experts": [[3, 0], ...], "weights": [[.6, .4], ...]}    a list for each token
+                             with "logits" [[...]] and "hidden_states" [[...]] where they are asked for
+    rank_00000_weights.pt    layer -> router's weight, before the first traced step
 
 Of a layer that is recomputed the pass with gradients is written: each pass once. Evaluation is not traced.
 """

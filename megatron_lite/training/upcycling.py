@@ -36,6 +36,7 @@ from megatron_lite.training.checkpoint_args import check_args, has_vocabulary_of
 from megatron_lite.training.checkpointing import find_checkpoint, model_tensors, save_checkpoint
 
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
+_LAST = "linear_fc2.bias"
 _ROUTER = re.compile(r".*\.mlp\.router\.(weight|bias|expert_bias)$")
 
 
@@ -128,7 +129,7 @@ def in_dense(spec: ShardSpec, name: str, part: int, parts: int, gated: bool) -> 
         part, parts: the expert is so-and-so many of so many equal parts.
         gated: fc1 is [gate; up], each of which is cut.
     """
-    if name.endswith("linear_fc2.bias"):
+    if name.endswith(_LAST):
         return spec.renamed(name)
     dim = 1 if name.endswith("linear_fc2.weight") else 0
     blocks = 2 if gated and dim == 0 else 1
