@@ -6,10 +6,12 @@ Each run is a whole one (`training.run`), on the session's worlds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ import pytest
 import torch
 
 from megatron_lite.enums import ModelType
+from megatron_lite.errors import RankFailure
 from megatron_lite.log import rank_and_world_size
+from megatron_lite.training import defaults_of
 from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.record import _forget_run, load_script
 from megatron_lite.training.training import run, start
+from megatron_lite.training.upcycling import scales
 from tests.distributed.layouts import Layout
 from tests.e2e.launch import checkpoint_tensors, iteration_line
 from tests.e2e.test_log_and_exit import scalars
@@ -37,7 +42,7 @@ def whole_run(layout: Layout, words: list[str]) -> str:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            args = parse_args([*layout.words(), *words])
+            args = parse_args([*layout.words(), *words], args_defaults=defaults_of("gpt"))
             validate_args(args, rank_and_world_size()[1])
             script = load_script(SCRIPT)
             start(args)
@@ -92,8 +97,10 @@ def test_c107_logged_losses_equal_those_of_one_process(world, alone, layout: Lay
 
 def test_load_drops_counts_and_traces_are_written(world, tmp_path: Path) -> None:
     """Two stages, of which one has the layer with experts, and two data-parallel ranks."""
-    words = f"""--moe-expert-capacity-factor 1.0 --moe-per-layer-logging --tensorboard-dir {tmp_path / "tb"}
-        --save {tmp_path / "save"} --save-tokens-per-expert-interval 2 --moe-routing-trace-path {tmp_path / "trace"}
+    words = f"""--moe-expert-capacity-factor 1.0 --moe-per-layer-logging
+        --tensorboard-dir {tmp_path / "tb"}
+        --save {tmp_path / "save"} --save-interval 100
+        --save-tokens-per-expert-interval 2 --moe-routing-trace-path {tmp_path / "trace"}
         --moe-routing-trace-max-training-iters 1 --moe-routing-trace-capture-logits
         --moe-routing-trace-dump-weights""".split()
     printed = world(2).run(whole_run, Layout(model="mixtral", dp=2), [*LOSSES, *words])
@@ -129,10 +136,16 @@ DENSE = "--train-iters 2 --log-interval 1 --lr-warmup-iters 0 --save-interval 10
 
 
 @pytest.fixture(scope="module")
-def dense(world, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dense") / "save"
-    world(1).run(whole_run, Layout(model="llama"), [*DENSE.split(), "--save", str(folder)])
-    return folder
+def dense_of(world, tmp_path_factory):
+    """Layout of a dense model -> the folder of its checkpoint, which is made once."""
+
+    @functools.cache
+    def of(layout: Layout) -> Path:
+        folder = tmp_path_factory.mktemp("dense") / "save"
+        world(1).run(whole_run, layout, [*DENSE.split(), "--save", str(folder)])
+        return folder
+
+    return of
 
 
 def evaluation(printed: list[str]) -> Iterator[float]:
@@ -141,60 +154,91 @@ def evaluation(printed: list[str]) -> Iterator[float]:
             yield float(found)
 
 
+EVALUATE = "--split 9,1,0 --eval-iters 1 --eval-interval 10 --eval-before-training --train-iters 1 --lr-warmup-iters 0"
+UPCYCLE = f"{EVALUATE} --num-experts 8 --moe-use-upcycling --save-interval 100 --log-interval 1"
+
+
 def upcycled(world: Any, layout: Layout, dense: Path, folder: Path, *words: str) -> list[str]:
-    flags = f"""--num-experts 8 --moe-layer-freq 1 --moe-use-upcycling --load {dense} --save {folder} --train-iters 1
-        --log-interval 1 --split 9,1,0 --lr-warmup-iters 0 --eval-iters 1 --eval-interval 10 --eval-before-training"""
+    flags = f"{UPCYCLE} --load {dense} --save {folder}"
     return world(layout.world_size).run(whole_run, layout, [*flags.split(), *words])
 
 
+LLAMA, SQUARES = Layout(model="llama"), Layout(model="gpt2", flags=("--squared-relu",))
 WAYS = {
-    "granularity 1": "--moe-router-topk 2",
-    "granularity 4": "--moe-router-topk 4 --moe-ffn-hidden-size 24 --moe-upcycling-granularity 4",
+    "granularity 1": (LLAMA, "--moe-router-topk 2", replace(LLAMA, tp=2, sp=True, pp=2)),
+    "granularity 4": (
+        SQUARES,
+        "--moe-router-topk 4 --moe-ffn-hidden-size 32 --moe-upcycling-granularity 4",
+        replace(SQUARES, dp=2, ep=2),
+    ),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_upcycled_model_computes_what_the_dense_one_did(world, tmp_path, dense, way: str) -> None:
-    """With a softmax over the chosen, weights add up to 1 and equal experts give one of them; with four parts the four
-    experts of one row of the router are chosen together, each for a quarter (scale 4). Under four ranks, which cut
-    experts otherwise, the model is the same bit for bit."""
-    flags = f"--load {dense} --no-load-optim --finetune --train-iters 1 --lr-warmup-iters 0 --split 9,1,0"
-    before = world(1).run(
-        whole_run,
-        Layout(model="llama"),
-        [*flags.split(), "--eval-iters", "1", "--eval-interval", "10", "--eval-before-training"],
-    )
-    folder = tmp_path / "one"
-    after = upcycled(world, Layout(model="llama"), dense, folder, *WAYS[way].split())
+def test_an_upcycled_model_computes_what_the_dense_one_did(world, tmp_path, dense_of, way: str) -> None:
+    """Weights add up to 1 and equal experts give one of them. With four parts the four experts of one row of the router
+    are chosen together, each for a quarter: scaled by 4, exactly so for squared ReLU. Under several ranks, which cut or
+    spread experts, the model is the same bit for bit."""
+    layout, words, spread = WAYS[way]
+    dense, one, several = dense_of(layout), tmp_path / "one", tmp_path / "several"
+    flags = f"{EVALUATE} --load {dense} --no-load-optim --finetune"
+    before = world(1).run(whole_run, layout, flags.split())
+    after = upcycled(world, layout, dense, one, *words.split())
     assert "Upcycled checkpoint saved to" in after[0]
-    wanted = next(evaluation(before))
-    assert next(evaluation(after)) == pytest.approx(wanted, rel=3e-6)
-    release = {name: tensor for name, tensor in checkpoint_tensors(folder, "release").items()}  # type: ignore[arg-type]
-    assert release["decoder.layers.1.mlp.router.weight"].shape == (8, 32)
+    assert next(evaluation(after)) == pytest.approx(next(evaluation(before)), rel=3e-6)
 
-    four = tmp_path / "four"
-    spread = Layout(model="llama", tp=2, sp=True, pp=2, ep=1)
-    upcycled(world, spread, dense, four, *WAYS[way].split())
-    other = checkpoint_tensors(four, "release")  # type: ignore[arg-type]
-    assert release.keys() == other.keys()
+    upcycled(world, spread, dense, several, *words.split())
+    release, other = (checkpoint_tensors(folder, "release") for folder in (one, several))  # type: ignore[arg-type]
+    assert release["decoder.layers.1.mlp.router.weight"].shape == (8, 32) and release.keys() == other.keys()
     assert all(torch.equal(release[name], other[name]) for name in release)
 
 
-def test_upcycling_is_done_once_and_from_a_dense_model(world, tmp_path, dense) -> None:
-    folder = tmp_path / "save"
+@pytest.mark.parametrize(
+    ("words", "factors"),
+    [
+        ("--moe-router-topk 2", (1.0, 1.0)),
+        ("--moe-router-topk 2 --moe-router-pre-softmax", (1.5874, 2.0)),
+        ("--moe-router-topk 8 --num-experts 64 --moe-upcycling-granularity 8 --moe-ffn-hidden-size 12", (2.0, 2.8284)),
+        (
+            "--moe-router-topk 8 --num-experts 64 --moe-upcycling-granularity 8 --moe-ffn-hidden-size 12 "
+            "--moe-router-pre-softmax",
+            (4.0, 8.0),
+        ),
+    ],
+)
+def test_scales_of_upcycled_weights(words: str, factors: tuple[float, float]) -> None:
+    """A root of the factor that the sum over the chosen lacks: cube root for a gated MLP, else square root."""
+    for model, factor in zip(("llama", "gpt2"), factors):
+        args = parse_args([*Layout(model=model).words(), "--num-experts", "8", *words.split()])
+        assert scales(args)["linear_fc1.weight"] == scales(args)["linear_fc2.weight"] == pytest.approx(factor, abs=1e-4)
+
+
+def test_upcycling_is_done_once_and_from_a_dense_model(world, tmp_path, dense_of) -> None:
+    folder, dense = tmp_path / "save", dense_of(LLAMA)
     upcycled(world, Layout(model="llama"), dense, folder)
-    with pytest.raises(RuntimeError, match="holds a checkpoint"):
+    with pytest.raises(RankFailure, match="holds a checkpoint"):
         upcycled(world, Layout(model="llama"), dense, folder)
-    with pytest.raises(RuntimeError, match="has 8 experts"):
+    with pytest.raises(RankFailure, match="has 8 experts"):
         upcycled(world, Layout(model="llama"), folder, tmp_path / "again")
-    with pytest.raises(RuntimeError, match="MLP of width 96"):
+    with pytest.raises(RankFailure, match="MLP of width 96"):
         upcycled(world, Layout(model="llama"), dense, tmp_path / "x", "--moe-ffn-hidden-size", "40")
 
 
 def test_c102_the_kind_of_softmax_is_stored_and_must_agree(world, tmp_path) -> None:
     """C102: weights trained with the one mean something else with the other; no tensor's shape tells."""
-    words = ["--train-iters", "1", "--lr-warmup-iters", "0", "--save", str(tmp_path), "--load", str(tmp_path)]
+    words = [
+        "--train-iters",
+        "1",
+        "--lr-warmup-iters",
+        "0",
+        "--save-interval",
+        "9",
+        "--save",
+        str(tmp_path),
+        "--load",
+        str(tmp_path),
+    ]
     printed = world(1).run(whole_run, Layout(model="mixtral"), [*words, "--moe-router-pre-softmax"])
     assert re.search(r"moe_router_pre_softmax \.+ True", printed[0])
-    with pytest.raises(RuntimeError, match="moe_router_pre_softmax: True there, False here"):
+    with pytest.raises(RankFailure, match="moe_router_pre_softmax: True there, False here"):
         world(1).run(whole_run, Layout(model="mixtral"), words)

@@ -54,6 +54,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_MOE = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 # Case -> (class of config, class of model, its settings). Sizes are such that a mistaken order or size shows: six heads
 # in two groups, a head size that is not hidden / heads, a window shorter than the text.
 CASES = {
@@ -100,6 +101,21 @@ CASES = {
         _LLAMA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _LLAMA | {"head_dim": 16}),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        _LLAMA | _MOE | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        _LLAMA | _MOE | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
 }
 
 

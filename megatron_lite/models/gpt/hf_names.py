@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.transformer.moe.moe_rules import moe_layers
 
 Args = Mapping[str, Any]  # arguments of a run, by name, in JSON's types
 Config = Mapping[str, Any]  # a config.json
@@ -38,6 +39,10 @@ class Sizes:
     vocabulary: int  # tokens: the rows of their embedding
     padded: int  # rows of ours
     positions: int
+    experts: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
+    with_experts: tuple[bool, ...] = ()  # by layer
 
     @classmethod
     def of(cls, args: Args, vocabulary: int) -> Sizes:
@@ -53,6 +58,10 @@ class Sizes:
             vocabulary=vocabulary,
             padded=args["padded_vocab_size"],
             positions=args["max_position_embeddings"],
+            experts=args.get("num_experts") or 0,
+            expert_inner=args.get("moe_ffn_hidden_size") or 0,
+            shared_inner=args.get("moe_shared_expert_intermediate_size") or 0,
+            with_experts=tuple(moe_layers(args["num_layers"], args.get("num_experts"), args.get("moe_layer_freq", 1))),
         )
 
     def shape(self, words: str) -> tuple[int, ...]:
@@ -66,6 +75,12 @@ class Sizes:
             "d": self.head,
             "v": self.padded,
             "s": self.positions,
+            "e": self.experts,
+            "fe": self.expert_inner,
+            "2fe": 2 * self.expert_inner,
+            "fs": self.shared_inner,
+            "2fs": 2 * self.shared_inner,
+            "1": 1,
         }
         return tuple(values[word] for word in words.split())
 
@@ -175,9 +190,10 @@ Form = type[Same] | type[Transposed] | type[Qkv] | type[FusedQkv] | type[Stacked
 
 @dataclass(frozen=True)
 class Row:
-    """One of our tensors and those of theirs that it is made of; `{}` stands for the number of the layer.
+    """One of our tensors and those of theirs that it is made of; `{}` stands for a layer, `{e}` for an expert.
 
-    shape: of ours, in the words of `Sizes.shape`. when: the argument that must be on for the tensor to exist.
+    shape: of ours, in the words of `Sizes.shape`. when: the argument that must be on for the tensor to exist. layers:
+    which have it: "all", "dense" or "experts".
     """
 
     ours: str
@@ -185,6 +201,7 @@ class Row:
     theirs: Sequence[str]
     shape: str
     when: Callable[[Args], bool] = lambda args: True
+    layers: str = "all"
 
 
 @dataclass(frozen=True)
@@ -241,6 +258,25 @@ GPT2_ROWS = (
     Row("decoder.final_layernorm.bias", Same, ["transformer.ln_f.bias"], "h"),
     Row(_OUTPUT, Vocabulary, ["lm_head.weight"], "v h", _untied),
 )
+_DENSE_MLP = (
+    Row(
+        _OURS + "mlp.linear_fc1.weight",
+        Stacked,
+        [_M + f"mlp.{x}_proj.weight" for x in ("gate", "up")],
+        "2f h",
+        layers="dense",
+    ),
+    Row(
+        _OURS + "mlp.linear_fc1.bias",
+        Stacked,
+        [_M + f"mlp.{x}_proj.bias" for x in ("gate", "up")],
+        "2f",
+        _biases,
+        "dense",
+    ),
+    Row(_OURS + "mlp.linear_fc2.weight", Same, [_M + "mlp.down_proj.weight"], "h f", layers="dense"),
+    Row(_OURS + "mlp.linear_fc2.bias", Same, [_M + "mlp.down_proj.bias"], "h", _biases, "dense"),
+)
 LLAMA_ROWS = (
     Row(_EMBEDDING, Vocabulary, ["model.embed_tokens.weight"], "v h"),
     Row(_OURS + "input_layernorm.weight", Same, [_M + "input_layernorm.weight"], "h"),
@@ -262,12 +298,62 @@ LLAMA_ROWS = (
     Row(_OURS + "self_attention.linear_proj.weight", Same, [_M + "self_attn.o_proj.weight"], "h q"),
     Row(_OURS + "self_attention.linear_proj.bias", Same, [_M + "self_attn.o_proj.bias"], "h", _biases),
     Row(_OURS + "pre_mlp_layernorm.weight", Same, [_M + "post_attention_layernorm.weight"], "h"),
-    Row(_OURS + "mlp.linear_fc1.weight", Stacked, [_M + f"mlp.{x}_proj.weight" for x in ("gate", "up")], "2f h"),
-    Row(_OURS + "mlp.linear_fc1.bias", Stacked, [_M + f"mlp.{x}_proj.bias" for x in ("gate", "up")], "2f", _biases),
-    Row(_OURS + "mlp.linear_fc2.weight", Same, [_M + "mlp.down_proj.weight"], "h f"),
-    Row(_OURS + "mlp.linear_fc2.bias", Same, [_M + "mlp.down_proj.bias"], "h", _biases),
+    *_DENSE_MLP,
     Row("decoder.final_layernorm.weight", Same, ["model.norm.weight"], "h"),
     Row(_OUTPUT, Vocabulary, ["lm_head.weight"], "v h", _untied),
+)
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """A router and its experts, in their names of the block and of an expert's matrices."""
+    ours, theirs = _OURS + "mlp.experts.local_experts.{e}.", _M + block + ".experts.{e}."
+    return (
+        Row(_OURS + "mlp.router.weight", Same, [_M + block + ".gate.weight"], "e h", layers="experts"),
+        Row(
+            ours + "linear_fc1.weight",
+            Stacked,
+            [theirs + f"{gate}.weight", theirs + f"{up}.weight"],
+            "2fe h",
+            layers="experts",
+        ),
+        Row(ours + "linear_fc2.weight", Same, [theirs + f"{down}.weight"], "h fe", layers="experts"),
+    )
+
+
+def _with(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Llama's rows, with these in layers of experts."""
+    place = LLAMA_ROWS.index(_DENSE_MLP[-1]) + 1
+    return (*LLAMA_ROWS[:place], *rows, *LLAMA_ROWS[place:])
+
+
+_SHARED = _M + "mlp.shared_expert"
+MIXTRAL_ROWS = _with(_experts("block_sparse_moe", "w1", "w3", "w2"))
+QWEN3_MOE_ROWS = _with(_experts("mlp", "gate_proj", "up_proj", "down_proj"))
+QWEN2_MOE_ROWS = _with(
+    (
+        *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        Row(
+            _OURS + "mlp.shared_experts.linear_fc1.weight",
+            Stacked,
+            [f"{_SHARED}.{x}_proj.weight" for x in ("gate", "up")],
+            "2fs h",
+            layers="experts",
+        ),
+        Row(
+            _OURS + "mlp.shared_experts.linear_fc2.weight",
+            Same,
+            [f"{_SHARED}.down_proj.weight"],
+            "h fs",
+            layers="experts",
+        ),
+        Row(
+            _OURS + "mlp.shared_experts.gate_weight",
+            Same,
+            [f"{_SHARED}_gate.weight"],
+            "1 h",
+            layers="experts",
+        ),
+    )
 )
 
 
@@ -278,11 +364,17 @@ def links(rows: Sequence[Row], args: Args, sizes: Sizes) -> list[Link]:
     before = [row for row in wanted[: wanted.index(layered[0])]]
     after = [row for row in wanted[wanted.index(layered[-1]) + 1 :]]
 
-    def link(row: Row, layer: int = 0) -> Link:
-        theirs = tuple(name.format(layer) for name in row.theirs)
-        return Link(row.ours.format(layer), row.form, theirs, sizes.shape(row.shape))
+    def link(row: Row, layer: int = 0, expert: int = 0) -> Link:
+        theirs = tuple(name.format(layer, e=expert) for name in row.theirs)
+        return Link(row.ours.format(layer, e=expert), row.form, theirs, sizes.shape(row.shape))
 
-    inner = [link(row, layer) for layer in range(sizes.layers) for row in layered]
+    inner = []
+    for layer in range(sizes.layers):
+        kind = "experts" if sizes.with_experts[layer] else "dense"
+        for row in layered:
+            if row.layers in ("all", kind):
+                numbers = range(sizes.experts if "{e}" in row.ours else 1)
+                inner += [link(row, layer, expert) for expert in numbers]
     return [*map(link, before), *inner, *map(link, after)]
 
 
