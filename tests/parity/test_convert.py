@@ -193,6 +193,22 @@ def test_out_and_back_is_the_same_to_the_bit_and_the_logits_are_transformers(wor
     torch.testing.assert_close(ours[..., :VOCABULARY], want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("change", ["gone", "more"])
+def test_C111_an_expert_without_a_place_and_a_place_without_an_expert_are_errors(tmp_path, change):
+    """C111: a converter that looks for the experts it knows leaves others random, or unread."""
+    build("mixtral").save_pretrained(tmp_path / "hf")
+    state = load_file(tmp_path / "hf/model.safetensors")
+    names = [f"model.layers.1.block_sparse_moe.experts.{number}.w3.weight" for number in (3, 4)]
+    if change == "gone":
+        del state[names[0]]
+    else:
+        state[names[1]] = state[names[0]].clone()
+    save_file(state, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=re.escape(names[change == "more"])):
+        run("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "ours")
+    assert not (tmp_path / "ours/release").exists()
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama3_tied_biases", "qwen2"])
 def test_C118_C119_two_tensor_parallel_ranks_give_transformers_logits(world, tmp_path, name):
     """Row-parallel biases added twice, rows of a fused matrix cut across its parts: wrong at two ranks only."""
