@@ -157,6 +157,17 @@ NAMES: dict[str, dict[str, str]] = {
     "transformer.module": {"MegatronModule": "config", "Float16Module": "config module"},
     "transformer.enums": {"AttnMaskType": "", "AttnBackend": "", "LayerType": "", "AttnType": ""},
     "transformer.torch_norm": {"WrappedTorchNorm": "config hidden_size eps"},
+    "models.bert.bert_model": {
+        "BertModel": (
+            "config num_tokentypes transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
+            "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
+            "rotary_percent seq_len_interpolation_factor add_binary_head return_embeddings vp_stage"
+        )
+    },
+    "models.bert": {"BertModel": ""},
+    "models.bert.bert_lm_head": {"BertLMHead": "hidden_size config"},
+    "models.bert.pooler": {"Pooler": "hidden_size init_method config sequence_parallel"},
+    "models.bert.bert_layer_specs": {"bert_layer_local_spec": "", "bert_layer_with_transformer_engine_spec": ""},
     "models.gpt": {
         "GPTModel": (
             "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
@@ -268,8 +279,6 @@ NAMES: dict[str, dict[str, str]] = {
 
 # Names that land with a later capability. The list only gets shorter: one that is there moves up.
 LATER = [
-    "models.bert.bert_model.BertModel",
-    "models.bert.bert_layer_specs.bert_layer_local_spec",
     "models.retro.RetroModel",
     "transformer.multi_token_prediction.MultiTokenPredictionBlock",
     "extensions.transformer_engine.TEColumnParallelLinear",

@@ -101,8 +101,11 @@ def parts_of(batches: int, bytes_each: int, device: torch.device) -> list[slice]
 
 
 def rows_of(x: Tensor, b: int, n: int, groups: int, sq: int, sk: int) -> Tensor:
-    """A mask or bias, `[b or 1, n or 1, sq or 1, sk]` -> `[b * groups or 1, n / groups * sq, sk]`."""
+    """A mask or bias, `[b or 1, n or 1, sq or 1, sk]` -> `[b * groups or 1, n / groups * sq, sk]`; what is the same for
+    all queries (padding) stays one row."""
     r = n // groups
+    if x.shape[1] == 1 and x.shape[2] == 1 and x.dtype == torch.bool:
+        return x.expand(x.shape[0], 1 if x.shape[0] == 1 else groups, 1, sk).reshape(-1, 1, sk)
     if x.shape[0] == 1 and x.shape[1] == 1:
         return x.expand(1, 1, sq, sk).reshape(1, sq, sk).repeat(1, r, 1)
     return x.expand(b, n, sq, sk).reshape(b * groups, r * sq, sk)

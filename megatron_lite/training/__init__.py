@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_face(
             "parse_args",
             "validate_args",
         ],
+        "bert_parts": ["bert_builder", "bert_dataset_class", "bert_dataset_config"],
         "batch": ["Batch", "get_batch", "read_batch"],
         "checkpointing": ["load_checkpoint", "save_checkpoint"],
         "configs": [

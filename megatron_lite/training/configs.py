@@ -408,6 +408,20 @@ class DistributedInitConfig:
     local_rank: int = flag(0, "Number of the process on its machine; the environment's LOCAL_RANK wins.")
 
 
+@dataclass(kw_only=True)
+class BertConfig:
+    """What only BERT has."""
+
+    bert_binary_head: bool = flag(
+        True,
+        "No second task: samples have one segment, and there is no head that tells the order of two.",
+        off="--bert-no-binary-head",
+    )
+    output_bert_embeddings: bool = flag(
+        False, "`megatron-lite generate` gives the vector of each text, instead of filling its masks."
+    )
+
+
 RUN_CONFIGS = (
     ModelConfig,
     TrainingConfig,
@@ -415,6 +429,7 @@ RUN_CONFIGS = (
     SchedulerConfig,
     DataConfig,
     FillInTheMiddleConfig,
+    BertConfig,
     ValidationConfig,
     LoggingConfig,
     ExpertsConfig,

@@ -108,6 +108,18 @@ def blended_options(args: Namespace, tokenizer: Any) -> dict[str, Any]:
     )
 
 
+def masked_options(args: Namespace, tokenizer: Any) -> dict[str, Any]:
+    """What data sets with masked words are told beside: whole words, whatever the family."""
+    return dict(
+        **blended_options(args, tokenizer),
+        masking_probability=args.mask_prob,
+        short_sequence_probability=args.short_seq_prob,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+    )
+
+
 def _words_per_split(path: str) -> list[list[str] | None]:
     """The words of train, valid and test in a file of --per-split-data-args-path.
 

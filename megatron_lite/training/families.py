@@ -75,6 +75,9 @@ OWN_FLAGS: tuple[tuple[str, str], ...] = (
         "--decoder-num-layers --decoder-seq-length --relative-attention-num-buckets --relative-attention-max-distance",
     ),
     ("bert t5", "--mask-prob --short-seq-prob"),
+    ("bert", "--bert-no-binary-head --output-bert-embeddings"),
+    ("gpt", "--num-experts --multi-latent-attention --mtp-num-layers"),
+    ("gpt retro", "--use-rope-scaling --rope-scaling-factor"),
     ("gpt retro", "--reset-position-ids --reset-attention-mask --eod-mask-loss --allow-ambiguous-pad-tokens"),
 )
 

@@ -22,7 +22,6 @@ from megatron_lite.config import KINDS, Flag, destination
 CAPABILITIES = {
     "activation variants": ("this variant of the activation", "--swiglu, --quick-geglu, --squared-relu or plain GELU"),
     "attention variants": ("this variant of attention", "--qk-layernorm, or plain attention"),
-    "bert": ("BERT", "pretrain_gpt.py trains GPT"),
     "checkpoints": (
         "this checkpoint option",
         "leave it out: checkpoints are sharded, atomic and read under any layout",

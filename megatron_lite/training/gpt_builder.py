@@ -7,7 +7,7 @@ from argparse import Namespace
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
 from megatron_lite.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron_lite.training.arguments import core_transformer_config_from_args
-from megatron_lite.transformer.spec_utils import ModuleSpec, import_module
+from megatron_lite.transformer.spec_utils import ModuleSpec, spec_of_user
 from megatron_lite.transformer.transformer_block import TransformerBlockSubmodules
 
 
@@ -22,13 +22,10 @@ def gpt_builder(
         vp_stage: which chunk of the stage.
     """
     config = core_transformer_config_from_args(args)
-    layer_spec: ModuleSpec | TransformerBlockSubmodules
-    if args.spec and args.spec != ["local"]:
-        recipe = import_module(args.spec)
-        layer_spec = recipe if isinstance(recipe, ModuleSpec) else recipe()
-    elif args.num_experts:
+    layer_spec: ModuleSpec | TransformerBlockSubmodules | None = spec_of_user(args.spec)
+    if layer_spec is None and args.num_experts:
         layer_spec = get_gpt_decoder_block_spec(config, normalization=args.normalization, vp_stage=vp_stage)
-    else:
+    if layer_spec is None:
         layer_spec = get_gpt_layer_local_spec(
             qk_layernorm=args.qk_layernorm,
             multi_latent_attention=args.multi_latent_attention,

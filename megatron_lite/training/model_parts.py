@@ -14,6 +14,7 @@ from megatron_lite.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron_lite.datasets.megatron_dataset import MegatronDataset
 from megatron_lite.log import print_rank_0
 from megatron_lite.training import global_vars
+from megatron_lite.training.bert_parts import bert_builder, bert_dataset_class, bert_dataset_config
 from megatron_lite.training.data_loading import is_dataset_built_on_rank
 from megatron_lite.training.families import FAMILIES, family_of
 from megatron_lite.training.gpt_builder import gpt_builder
@@ -37,6 +38,7 @@ class Parts:
 
 _PARTS: dict[str, Parts] = {
     "gpt": Parts(gpt_builder, gpt_dataset_class, gpt_dataset_config),
+    "bert": Parts(bert_builder, bert_dataset_class, bert_dataset_config),
     "t5": Parts(t5_builder, t5_dataset_class, t5_dataset_config),
 }
 

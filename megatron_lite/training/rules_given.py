@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.training.families import FAMILIES, family_of
 from megatron_lite.training.rule import Rule, both, count_given, exclusive, flag_of, missing, positive
 
 
@@ -279,6 +280,32 @@ GIVEN: tuple[Rule, ...] = (
     *(
         exclusive("sft", name, "conversations are read from files of their own, and kept apart as it is")
         for name in ("mock_data", "fim_data", "reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+    ),
+    # -- BERT
+    Rule(
+        lambda a: a.context_parallel_size > 1 and FAMILIES[family_of(a)].reads_sentences,
+        "--context-parallel-size {context_parallel_size} with a model of masked words",
+        "its samples are short and its masks hide padding, so sequences stay whole",
+        "--context-parallel-size 1; --tensor-model-parallel-size with --sequence-parallel shares activations",
+    ),
+    Rule(
+        lambda a: a.output_bert_embeddings,
+        "--output-bert-embeddings in a training run",
+        "vectors of texts have no loss",
+        "megatron-lite generate --load FOLDER --output-bert-embeddings --prompt TEXT",
+    ),
+    Rule(
+        lambda a: family_of(a) == "bert" and a.position_embedding_type not in ("learned_absolute", "rope"),
+        "--position-embedding-type {position_embedding_type} with BERT",
+        "a BERT has learned or rotary positions",
+        "--position-embedding-type learned_absolute, or rope",
+    ),
+    Rule(lambda a: not 0 < a.mask_prob < 1, "--mask-prob {mask_prob}", "it is a share", "--mask-prob 0.15"),
+    Rule(
+        lambda a: not 0 <= a.short_seq_prob <= 1,
+        "--short-seq-prob {short_seq_prob}",
+        "it is a share",
+        "--short-seq-prob 0.1",
     ),
     # -- fill in the middle
     exclusive("fim_data", "mock_data", "made-up samples are numbers, and parts of a text are rearranged"),

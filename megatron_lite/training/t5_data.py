@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from megatron_lite.datasets.megatron_dataset import MegatronDataset
 from megatron_lite.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron_lite.training.batch import read_batch
-from megatron_lite.training.data_loading import blended_options
+from megatron_lite.training.data_loading import masked_options
 
 _NAMES = ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask")
 _IDS = {"text_enc": 0, "text_dec": 0, "labels": -1}
@@ -31,14 +31,9 @@ def t5_dataset_config(args: Namespace, tokenizer: Any) -> T5MaskedWordPieceDatas
     Raises: ConfigError for options that exclude each other; DataError for files of paths that cannot be read.
     """
     return T5MaskedWordPieceDatasetConfig(
-        **blended_options(args, tokenizer),
+        **masked_options(args, tokenizer),
         sequence_length_decoder=args.decoder_seq_length,
-        masking_probability=args.mask_prob,
-        short_sequence_probability=args.short_seq_prob,
         masking_max_ngram=10,
-        masking_do_full_word=True,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=True,
     )
 

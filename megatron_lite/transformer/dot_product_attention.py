@@ -12,7 +12,8 @@ narrower side is filled up with zeros, which change no score, and the result is 
 
 What a query may see: what the window (if there is one) and the given mask (True = hidden) both leave; without either,
 in a causal layer, itself and what came before. Hidden scores become -10000, so a query that may see nothing looks at
-everything equally; `fused` and `flash` use minus infinity, which is the same unless a query sees nothing.
+everything equally; `fused` and `flash` use minus infinity, which is the same unless a query sees nothing. (There such
+a query, of padding, attends to everything as if nothing were hidden.)
 
 Where context-parallel ranks share a sequence, or documents are packed, attention goes block by block
 (`context_parallel`), with the same choice of kernels: flash, or products for all else.
@@ -327,7 +328,8 @@ class DotProductAttention(MegatronModule):
             )
         if self.backend is not AttnBackend.auto:
             return self.backend
-        if hidden is not None and mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+        of_queries = hidden is not None and hidden.shape[2] > 1  # else it hides padding, and all queries see the rest
+        if of_queries and mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             return AttnBackend.unfused  # a padded query may see nothing, where minus infinity means something else
         if on_cpu and dropout:
             return AttnBackend.unfused  # torch would take its slowest path
@@ -356,6 +358,8 @@ class DotProductAttention(MegatronModule):
             kept = _keep_narrow(dtype)
         grouped = q.shape[1] != k.shape[1]
         seen = None if hidden is None else ~hidden
+        if seen is not None and self.attn_mask_type not in _CAUSAL:
+            seen = seen | ~seen.any(dim=-1, keepdim=True)  # a query that may see nothing sees everything, and no NaN
         only = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if backend is AttnBackend.flash else nullcontext()
         try:
             with only, kept:

@@ -42,6 +42,16 @@ def import_module(module_path: tuple[str, str]) -> Any:
     return getattr(module, name)
 
 
+def spec_of_user(words: list[str] | None) -> Any:
+    """What `--spec` names: a ModuleSpec or a block's submodules, made by a call where the name is a function's; None
+    where the layers are the model's own (no words, or `local`)."""
+    if not words or words == ["local"]:
+        return None
+    path, name = words
+    recipe = import_module((path, name))
+    return recipe() if callable(recipe) and not isinstance(recipe, ModuleSpec) else recipe
+
+
 def get_module(spec_or_module: ModuleSpec | type | Any, **_: Any) -> Any:
     """The class (or function) that a spec names; anything else is returned as it is."""
     if not isinstance(spec_or_module, ModuleSpec):

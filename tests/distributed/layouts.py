@@ -77,6 +77,12 @@ _LATENT = f"""{_GPT} --position-embedding-type rope --normalization RMSNorm --sw
 MODELS = {
     "gpt2": Model("gpt", _GPT),
     "llama": Model("gpt", _LLAMA),
+    "bert": Model("bert", f"{_WORDS} --seq-length 32 --max-position-embeddings 32"),
+    "bert-rope": Model(
+        "bert",
+        f"""{_WORDS} --seq-length 32 --max-position-embeddings 32 --bert-no-binary-head --position-embedding-type rope
+        --untie-embeddings-and-output-weights --short-seq-prob 0""",
+    ),
     # Dense layers and layers of experts in turn, as Mixtral; and as DeepSeek-V3 routes.
     "mixtral": Model(
         "gpt",

@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[3]
 PENDING = {
     "activation variants": 2,
     "attention variants": 3,
-    "bert": 3,
     "checkpoints": 16,
     "diagnostics": 14,
     "fp8": 12,
@@ -42,7 +41,7 @@ PENDING = {
     "planning": 1,
     "rerun": 6,
     "retro": 10,
-    "retro preprocessing": 33,
+    "retro preprocessing": 34,
     "tensor dumps": 4,
     "text server": 13,
     "training variants": 2,
