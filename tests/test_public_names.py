@@ -167,7 +167,7 @@ NAMES: dict[str, dict[str, str]] = {
     "models.bert": {"BertModel": ""},
     "models.bert.bert_lm_head": {"BertLMHead": "hidden_size config"},
     "models.bert.pooler": {"Pooler": "hidden_size init_method config sequence_parallel"},
-    "models.bert.bert_layer_specs": {"bert_layer_local_spec": "", "bert_layer_with_transformer_engine_spec": ""},
+    "models.bert.bert_layer_specs": {"bert_layer_local_spec": "", "get_bert_layer_local_spec": ""},
     "models.gpt": {
         "GPTModel": (
             "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "

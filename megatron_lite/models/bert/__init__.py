@@ -10,7 +10,6 @@ __getattr__, __dir__, __all__ = lazy_face(
         "pooler": ["Pooler"],
         "bert_layer_specs": [
             "bert_layer_local_spec",
-            "bert_layer_with_transformer_engine_spec",
             "get_bert_layer_local_spec",
             "get_bert_layer_with_transformer_engine_spec",
         ],

@@ -9,6 +9,7 @@ import pytest
 from megatron_lite.errors import ConfigError
 from megatron_lite.training import derived, rules
 from megatron_lite.training.arguments import parse_args, validate_args
+from megatron_lite.training.families import defaults_of
 
 BASE = {
     "--num-layers": "2",
@@ -25,9 +26,14 @@ BASE = {
 }
 
 
-def resolve(flags: str = "", *, without: str = "", world_size: int = 1) -> Namespace:
+def parse(flags: str, without: str = "", family: str | None = None) -> Namespace:
+    """The base with other flags, in the script of a family."""
     words = [word for name, value in BASE.items() if name not in without.split() for word in (name, value)]
-    return validate_args(parse_args([*words, *flags.split()]), world_size)
+    return parse_args([*words, *flags.split()], args_defaults=defaults_of(family) if family else None)
+
+
+def resolve(flags: str = "", *, without: str = "", world_size: int = 1, family: str | None = None) -> Namespace:
+    return validate_args(parse(flags, without, family), world_size)
 
 
 # flags that are added, flags that are left out, and words of the message
@@ -325,6 +331,34 @@ BROKEN = [
 ]
 
 
+def encoder_with_cp() -> Namespace:
+    args = parse("", family="bert")
+    args.context_parallel_size = 2
+    return args
+
+
+def test_an_encoder_is_not_shared_along_its_sequence() -> None:
+    """Its samples are not cut, so that every rank would train on the whole of them."""
+    with pytest.raises(ConfigError, match="--context-parallel-size 2 with a model of masked words"):
+        validate_args(encoder_with_cp(), 2)
+
+
+# family, flags that its script does not take together, and words of the message
+BROKEN_OF_FAMILIES = [
+    ("bert", "--position-embedding-type none", ["--position-embedding-type none with BERT"]),
+    ("bert", "--output-bert-embeddings", ["megatron-lite generate"]),
+    ("bert", "--mask-prob 1", ["--mask-prob 1.0"]),
+    ("bert", "--short-seq-prob -.1", ["--short-seq-prob -0.1"]),
+]
+
+
+@pytest.mark.parametrize(("family", "flags", "found"), BROKEN_OF_FAMILIES)
+def test_a_broken_rule_of_a_family_is_told_too(family: str, flags: str, found: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(flags, family=family, world_size=2)
+    assert all(word in str(error.value) for word in found), str(error.value)
+
+
 @pytest.mark.parametrize(("flags", "without", "found"), BROKEN, ids=[flags or without for flags, without, _ in BROKEN])
 def test_a_broken_rule_is_told_with_flags_values_and_fix(flags: str, without: str, found: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
@@ -348,9 +382,8 @@ def test_all_broken_rules_are_told_at_once() -> None:
 def test_every_rule_of_the_tables_is_broken_by_some_case_here() -> None:
     """A rule that nothing can break, or that nobody tried, may be wrong in silence."""
     told: set[str] = set()
-    for flags, without, _ in [*BROKEN, *MORE]:
-        words = [word for name, value in BASE.items() if name not in without.split() for word in (name, value)]
-        args = parse_args([*words, *flags.split()])
+    cases = [parse(flags, without) for flags, without, _ in [*BROKEN, *MORE]] + [encoder_with_cp()]
+    for args in cases + [parse(flags, "", family) for family, flags, _ in BROKEN_OF_FAMILIES]:
         for table in (rules.GIVEN, rules.DERIVED):
             told |= {rule.what for rule in table if rule.error(args)}
             derived.derive(args)
