@@ -150,9 +150,12 @@ class Layout:
 
     @property
     def reference(self) -> Layout:
-        """The same training in one process, without anything that must not change it."""
+        """The same training in one process, without anything that must not change it. A loss that is the mean over
+        what is masked depends on how samples fall into micro-batches."""
+        means = FAMILIES[MODELS[self.model].family].reads_sentences and not self.per_token_loss
         return Layout(
             model=self.model,
+            micro_batch_size=self.micro_batch_size if means else Layout().micro_batch_size,
             precision=self.precision,
             per_token_loss=self.per_token_loss,
             fusion=False,
