@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_lite.errors import ConfigError
-from megatron_lite.training.families import FAMILIES, family_of
+from megatron_lite.training.families import family_of
 from megatron_lite.training.rule import Rule, both, count_given, exclusive, flag_of, missing, positive
 
 
@@ -282,12 +282,6 @@ GIVEN: tuple[Rule, ...] = (
         for name in ("mock_data", "fim_data", "reset_attention_mask", "reset_position_ids", "eod_mask_loss")
     ),
     # -- BERT
-    Rule(
-        lambda a: a.context_parallel_size > 1 and FAMILIES[family_of(a)].reads_sentences,
-        "--context-parallel-size {context_parallel_size} with a model of masked words",
-        "its samples are short and its masks hide padding, so sequences stay whole",
-        "--context-parallel-size 1; --tensor-model-parallel-size with --sequence-parallel shares activations",
-    ),
     Rule(
         lambda a: a.output_bert_embeddings,
         "--output-bert-embeddings in a training run",

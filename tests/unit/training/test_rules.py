@@ -331,18 +331,6 @@ BROKEN = [
 ]
 
 
-def encoder_with_cp() -> Namespace:
-    args = parse("", family="bert")
-    args.context_parallel_size = 2
-    return args
-
-
-def test_an_encoder_is_not_shared_along_its_sequence() -> None:
-    """Its samples are not cut, so that every rank would train on the whole of them."""
-    with pytest.raises(ConfigError, match="--context-parallel-size 2 with a model of masked words"):
-        validate_args(encoder_with_cp(), 2)
-
-
 # family, flags that its script does not take together, and words of the message
 BROKEN_OF_FAMILIES = [
     ("bert", "--position-embedding-type none", ["--position-embedding-type none with BERT"]),
@@ -382,7 +370,7 @@ def test_all_broken_rules_are_told_at_once() -> None:
 def test_every_rule_of_the_tables_is_broken_by_some_case_here() -> None:
     """A rule that nothing can break, or that nobody tried, may be wrong in silence."""
     told: set[str] = set()
-    cases = [parse(flags, without) for flags, without, _ in [*BROKEN, *MORE]] + [encoder_with_cp()]
+    cases = [parse(flags, without) for flags, without, _ in [*BROKEN, *MORE]]
     for args in cases + [parse(flags, "", family) for family, flags, _ in BROKEN_OF_FAMILIES]:
         for table in (rules.GIVEN, rules.DERIVED):
             told |= {rule.what for rule in table if rule.error(args)}
