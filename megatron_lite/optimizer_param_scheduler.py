@@ -224,8 +224,15 @@ class OptimizerParamScheduler:
 
     @property
     def group_bounds(self) -> list[list[float | None]]:
-        """Each group's own `[max_lr, min_lr]`, None where the common value holds."""
-        return [[group.get("max_lr"), group.get("min_lr")] for group in self.optimizer.param_groups]
+        """Each group's own `[max_lr, min_lr]`, None where the common value holds.
+
+        Groups of experts, which some layouts have beside others of the same kind, are left out.
+        """
+        return [[group.get("max_lr"), group.get("min_lr")] for group in self._dense_groups]
+
+    @property
+    def _dense_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.optimizer.param_groups if not group.get("is_expert_parallel")]
 
     def state_dict(self) -> dict[str, Any]:
         """The position and everything that shapes the curves, as plain values."""
@@ -260,14 +267,13 @@ class OptimizerParamScheduler:
         """Adopt the checkpoint's values."""
         bounds = values.pop("group_bounds", None)
         if bounds is not None:
-            if len(bounds) != len(self.optimizer.param_groups):
+            if len(bounds) != len(self._dense_groups):
                 raise CheckpointError(
-                    f"the checkpoint's schedule has {len(bounds)} parameter groups, "
-                    f"this run {len(self.optimizer.param_groups)}",
+                    f"the checkpoint's schedule has {len(bounds)} parameter groups, this run {len(self._dense_groups)}",
                     why="bounds of single groups cannot be matched",
                     fix="--override-opt_param-scheduler",
                 )
-            for group, (max_lr, min_lr) in zip(self.optimizer.param_groups, bounds):
+            for group, (max_lr, min_lr) in zip(self._dense_groups, bounds):
                 for key, value in (("max_lr", max_lr), ("min_lr", min_lr)):
                     if value is None:
                         group.pop(key, None)

@@ -266,15 +266,16 @@ class MegatronOptimizer:
 
         Raises: CheckpointError when the groups are other ones.
         """
-        ours, theirs = self.param_groups, state["param_groups"]
-        if [_kind(group) for group in ours] != [_kind(group) for group in theirs]:
+        ours, theirs = self.param_groups, {_kind(group): group for group in state["param_groups"]}
+        if {_kind(group) for group in ours} != theirs.keys():
             raise CheckpointError(
-                f"the checkpoint's parameter groups (wd_mult, lr_mult, expert, decoupled, matrix) are "
-                f"{[_kind(group) for group in theirs]}, this run's {[_kind(group) for group in ours]}",
+                f"the checkpoint's parameter groups (wd_mult, lr_mult, decoupled, matrix) are {sorted(theirs)}, this "
+                f"run's {sorted({_kind(group) for group in ours})}",
                 why="weight decay or learning rates are assigned to parameters in another way",
                 fix="the flags of the saving run (--decoupled-lr, --apply-wd-to-qk-layernorm, ...), or --no-load-optim",
             )
-        for group, saved in zip(ours, theirs):
+        for group in ours:
+            saved = theirs[_kind(group)]
             group["lr"], group["weight_decay"] = saved["lr"], saved["weight_decay"]
         for part in self.parts:
             part._num_updates = int(state["step"])
@@ -321,9 +322,10 @@ class ChainedOptimizer(MegatronOptimizer):
         return self.chained_optimizers
 
 
-_KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "is_matrix")
-_GROUP_KEYS = (*_KINDS, "lr", "weight_decay", "max_lr", "min_lr")
+_KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_matrix")
+_GROUP_KEYS = (*_KINDS, "is_expert_parallel", "lr", "weight_decay", "max_lr", "min_lr")
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes the numbers of two groups differ. Experts are a group of their own or not, as the layout has it."""
     return tuple(group.get(key, False) for key in _KINDS)  # is_matrix is younger than some checkpoints

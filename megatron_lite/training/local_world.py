@@ -108,7 +108,7 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",  # nobody calls it: ranks meet in a file
+        MASTER_PORT="29500",  # nobody calls it: ranks meet in a file
         CUDA_VISIBLE_DEVICES="",
     )
     torch.set_num_threads(1)

@@ -33,6 +33,7 @@ RECOMPUTE_MODULES = (
     "mla_up_proj",
     "mlp",
     "moe",
+    "moe_act",
     "shared_experts",
 )  # more come with the layers that they name
 

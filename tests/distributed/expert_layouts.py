@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from typing import Any
 
 from megatron_lite.training.layout_check import table
 from tests.distributed.layouts import Layout, Matrix
@@ -50,6 +51,34 @@ def whole_table() -> list[Layout]:
     ]
     cells = itertools.product(sizes, DISPATCHERS, CAPACITY)
     return [row(*size, dispatcher, capacity, n) for n, (size, dispatcher, capacity) in enumerate(cells)]
+
+
+def facts(layout: Layout) -> dict[str, Any]:
+    """What pairs are made of."""
+    return {
+        **{name: getattr(layout, name) for name in ("model", "ep", "etp", "tp", "pp", "distributed_optimizer")},
+        "recompute": layout.recompute,
+        "per_token_loss": layout.per_token_loss,
+        "dispatcher": layout.flags[1],
+        "capacity": next(name for name, flags in reversed(CAPACITY.items()) if set(flags) <= set(layout.flags)),
+        "grouped": "--moe-grouped-gemm" in layout.flags,
+    }
+
+
+def pairs(layout: Layout) -> set[frozenset[tuple[str, Any]]]:
+    """Every pair of two facts."""
+    return {frozenset(pair) for pair in itertools.combinations(facts(layout).items(), 2)}
+
+
+def covering_rows() -> list[Layout]:
+    """Rows of the table in which every pair of facts occurs that occurs anywhere; few ranks where there is a choice."""
+    table, seen, chosen = whole_table(), set(), []
+    wanted = set().union(*map(pairs, table))
+    while wanted - seen:
+        best = max(table, key=lambda layout: len(pairs(layout) - seen) / (layout.world_size + 2))
+        seen |= pairs(best)
+        chosen.append(best)
+    return chosen
 
 
 def main() -> None:

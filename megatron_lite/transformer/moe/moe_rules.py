@@ -273,6 +273,12 @@ def _dispatch(c: Any) -> Iterator[ConfigError]:
             why="shared experts run between the steps of an exchange, and this dispatcher has none",
             fix="--moe-token-dispatcher-type alltoall",
         )
+    if "moe_act" in (c.recompute_modules or ()) and not c.moe_grouped_gemm:
+        yield ConfigError(
+            "--recompute-modules moe_act without --moe-grouped-gemm",
+            why="it forgets the activations of all experts together, which only grouped experts compute so",
+            fix="--moe-grouped-gemm, or --recompute-modules moe",
+        )
     if c.moe_shared_expert_overlap and "shared_experts" in (c.recompute_modules or ()):
         yield ConfigError(
             "--recompute-modules shared_experts with --moe-shared-expert-overlap",
