@@ -43,7 +43,9 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]
     timers("batch-generator", log_level=2).start()
     batch = training.get_batch(data_iterator, args.device, args.padded_vocab_size)
     timers("batch-generator").stop()
-    losses = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+    losses = model(
+        batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, loss_mask=batch.loss_mask
+    )
     return losses, partial(loss_func, batch.loss_mask)
 
 

@@ -149,6 +149,15 @@ NAMES: dict[str, dict[str, str]] = {
             "linear_proj q_layernorm kv_layernorm"
         ),
     },
+    "transformer.multi_token_prediction": {
+        "MultiTokenPredictionBlock": "config spec vp_stage pg_collection",
+        "MultiTokenPredictionLayer": "config submodules layer_number vp_stage",
+        "MultiTokenPredictionBlockSubmodules": "layer_specs",
+        "MultiTokenPredictionLayerSubmodules": "enorm hnorm eh_proj transformer_layer layer_norm",
+        "roll_tensor": "tensor shifts dims cp_group",
+        "get_mtp_layer_spec": "transformer_layer_spec use_transformer_engine",
+        "get_mtp_num_layers_to_build": "config vp_stage",
+    },
     "transformer.mlp": {"MLP": "config submodules", "MLPSubmodules": "linear_fc1 linear_fc2"},
     "transformer.dot_product_attention": {
         "DotProductAttention": "config layer_number attn_mask_type attention_type attention_dropout softmax_scale"
@@ -192,6 +201,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "models.gpt.gpt_model": {"GPTModel": "config transformer_layer_spec vocab_size max_sequence_length"},
     "models.gpt.gpt_layer_specs": {
+        "get_gpt_mtp_block_spec": "config spec use_transformer_engine vp_stage",
         "get_gpt_layer_local_spec": "num_experts moe_grouped_gemm qk_layernorm",
         "get_gpt_layer_with_transformer_engine_spec": "",
     },
@@ -280,7 +290,6 @@ NAMES: dict[str, dict[str, str]] = {
 # Names that land with a later capability. The list only gets shorter: one that is there moves up.
 LATER = [
     "models.retro.RetroModel",
-    "transformer.multi_token_prediction.MultiTokenPredictionBlock",
     "extensions.transformer_engine.TEColumnParallelLinear",
 ]
 

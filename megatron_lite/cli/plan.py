@@ -211,6 +211,7 @@ def _place(args: argparse.Namespace) -> StageLayout:
         args.account_for_embedding_in_pipeline_split,
         args.account_for_loss_in_pipeline_split,
         args.pipeline_model_parallel_layout,
+        mtp_layers=args.mtp_num_layers or 0,
     )
 
 

@@ -205,6 +205,7 @@ class Executor:
             is_loss = self._has_loss(action)
             if is_loss:
                 output = self._loss(output, loss_func)
+                self._add_reported(model)
         outputs = list(output) if isinstance(output, (list, tuple)) else [output]
         if not self.forward_only:
             self._passes[action.microbatch, action.chunk] = _Pass(received, outputs, is_loss)
@@ -239,6 +240,15 @@ class Executor:
             loss = loss * (cp_size / self.num_microbatches)
         self.reports.append(reports)
         return loss
+
+    def _add_reported(self, model: nn.Module) -> None:
+        """Losses that the model computed beside its output (`reported_losses`, by key): into the report."""
+        while not hasattr(model, "reported_losses") and hasattr(model, "module"):
+            model = model.module  # type: ignore[assignment]
+        further: Any = getattr(model, "reported_losses", None)
+        if further and not self.collect_non_loss_data:
+            self.reports[-1] = {**self.reports[-1], **further}  # a new one: the script may still look at its own
+            model.reported_losses = {}  # type: ignore[assignment]
 
     def _backward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
         """Gradients of this pass's inputs; the parameters' go into their buffers.

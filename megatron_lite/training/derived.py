@@ -69,6 +69,11 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         "--position-embedding-type yarn, or --multi-latent-attention with --rope-type yarn",
     ),
     (
+        "--mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads",
+        lambda a: bool(a.mtp_num_layers),
+        "--mtp-num-layers N",
+    ),
+    (
         "--q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rope-type",
         lambda a: a.multi_latent_attention,
         "--multi-latent-attention",

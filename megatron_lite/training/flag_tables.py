@@ -32,7 +32,6 @@ CAPABILITIES = {
     "launch": ("this way to stop", "--exit-signal-handler, --exit-interval or --exit-duration-in-mins"),
     "mamba": ("state-space (Mamba) layers", "attention layers"),
     "moe": ("this option of experts", "leave it out"),
-    "mtp": ("multi-token prediction", "leave it out"),
     "mup": ("width-transfer parametrisation", "leave it out"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
     "other dtypes": ("this choice of number format", "--bf16, --fp16, or neither for fp32"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
-from megatron_lite.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron_lite.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron_lite.training.arguments import core_transformer_config_from_args
 from megatron_lite.transformer.spec_utils import ModuleSpec, spec_of_user
 from megatron_lite.transformer.transformer_block import TransformerBlockSubmodules
@@ -48,5 +48,6 @@ def gpt_builder(
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layer_spec, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )

@@ -50,7 +50,7 @@ def _misplaced(a: Namespace) -> bool | dict[str, Any]:
         if has_decoder_behind(a):
             encoder_decoder_layout(a.num_layers, a.decoder_num_layers, stages, chunks, split, **ways)
         else:
-            stage_layout(a.num_layers, stages, chunks, **ways)
+            stage_layout(a.num_layers, stages, chunks, mtp_layers=a.mtp_num_layers or 0, **ways)
     except ConfigError as error:
         return {"misplaced": error.what, "rule": error.why, "way_out": error.fix}
     return False

@@ -13,6 +13,7 @@ from itertools import tee
 from typing import Any
 
 from megatron_lite.collectives import group_rank, group_size
+from megatron_lite.pipeline_parallel.stage_layout import parse_layout
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.training.families import FAMILIES, family_of
 
@@ -39,6 +40,13 @@ def chunk_reads(chunk: int, args: Namespace, groups: ProcessGroupCollection) -> 
         return True
     stage, stages = group_rank(groups.pp), group_size(groups.pp)
     last = (args.virtual_pipeline_model_parallel_size or 1) - 1
+    if args.mtp_num_layers and "m" in (args.pipeline_model_parallel_layout or ""):
+        # Predictions of further tokens embed them.
+        with_mtp = [
+            place for place, part in enumerate(parse_layout(args.pipeline_model_parallel_layout)) if "m" in part
+        ]
+        if chunk * stages + stage in with_mtp:
+            return True
     return (stage == 0 and chunk == 0) or (stage == stages - 1 and chunk == last)
 
 

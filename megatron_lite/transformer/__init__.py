@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = lazy_face(
         "mlp": ["MLP", "MLPSubmodules"],
         "module": ["Float16Module", "MegatronModule"],
         "multi_latent_attention": ["MLASelfAttention", "MLASelfAttentionSubmodules", "MultiLatentAttention"],
+        "multi_token_prediction": ["MultiTokenPredictionBlock", "MultiTokenPredictionBlockSubmodules"],
         "spec_utils": ["ModuleSpec", "build_module"],
         "torch_norm": ["L2Norm", "LayerNorm", "RMSNorm", "WrappedTorchNorm"],
         "transformer_block": ["TransformerBlock", "TransformerBlockSubmodules"],

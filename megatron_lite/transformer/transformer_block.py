@@ -59,6 +59,7 @@ def layout_of(config: TransformerConfig, pp_size: int | None = None) -> StageLay
         config.account_for_embedding_in_pipeline_split,
         config.account_for_loss_in_pipeline_split,
         config.pipeline_model_parallel_layout,
+        mtp_layers=config.mtp_num_layers or 0,
     )
 
 
@@ -136,7 +137,10 @@ class TransformerBlock(MegatronModule):
         )
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm: nn.Module | None = None
-        if post_layer_norm and post_process and submodules.layer_norm is not None:
+        ends = post_process
+        if config.mtp_num_layers:  # further predictions take the normed states: the norm is behind the last layer
+            ends = count > 0 and self.first_layer + count == config.num_layers
+        if post_layer_norm and ends and submodules.layer_norm is not None:
             self.final_layernorm = build_module(
                 submodules.layer_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )

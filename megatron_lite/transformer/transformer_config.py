@@ -157,6 +157,14 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
         False, "Full recompute: each tensor-parallel rank keeps a part of the saved inputs; backward gathers them."
     )
 
+    # -- predicting further tokens
+    mtp_num_layers: int | None = flag(None, "Multi-token prediction: how many tokens after the next are predicted too.")
+    mtp_loss_scaling_factor: float = flag(0.1, "Weight of the mean of their losses.")
+    mtp_use_repeated_layer: bool = flag(False, "One and the same layer predicts all of them.")
+    mtp_detach_heads: bool = flag(
+        False, "Their losses train the further layers alone, not the model below, its embedding and its output layer."
+    )
+
     # -- loss
     calculate_per_token_loss: bool = flag(
         False, "Divide gradients by the tokens of the global batch, instead of averaging the means of micro-batches."
@@ -236,6 +244,8 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
             )
 
     def _problems(self) -> Iterator[ConfigError]:
+        if self.mtp_num_layers is not None and self.mtp_num_layers < 0:
+            yield ConfigError(f"--mtp-num-layers {self.mtp_num_layers}", why="it is a number of layers", fix="1")
         heads, groups, tp = self.num_attention_heads, self.num_query_groups or 1, self.tensor_model_parallel_size
         rows = (heads * (1 + self.attention_output_gate) + 2 * groups) * (self.kv_channels or 0)
         if groups < 1 or heads % groups:

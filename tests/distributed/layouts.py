@@ -100,6 +100,9 @@ MODELS = {
     # Multi-latent attention of both kinds: queries with a latent vector and norms, and without.
     "latent": Model("gpt", f"{_LATENT} --q-lora-rank 20 --qk-layernorm --untie-embeddings-and-output-weights"),
     "latent-tied": Model("gpt", _LATENT),
+    # Predictions of further tokens: two depths, or one of both kinds of attention.
+    "further": Model("gpt", f"{_LLAMA} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"),
+    "further-latent-tied": Model("gpt", f"{_LATENT} --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"),
     "t5": Model("t5", f"{_T5} --position-embedding-type relative"),
     "t5-rope": Model(
         "t5",

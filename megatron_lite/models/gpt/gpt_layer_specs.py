@@ -15,6 +15,7 @@ from megatron_lite.transformer.identity_op import IdentityOp
 from megatron_lite.transformer.mlp import MLP, MLPSubmodules
 from megatron_lite.transformer.moe.moe_rules import moe_layers
 from megatron_lite.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron_lite.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
 from megatron_lite.transformer.spec_utils import ModuleSpec
 from megatron_lite.transformer.torch_norm import L2Norm, WrappedTorchNorm
 from megatron_lite.transformer.transformer_block import (
@@ -113,6 +114,28 @@ def get_mlp_module_spec(
         return get_moe_module_spec(use_te, num_experts, moe_grouped_gemm, moe_use_legacy_grouped_gemm)
     return ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: ModuleSpec | TransformerBlockSubmodules,
+    use_transformer_engine: bool = False,
+    vp_stage: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The layers that predict further tokens, each like the last one of the main stack. None: the model has none.
+
+    Args:
+        spec: of a layer of the main stack, or of all of them.
+        vp_stage: accepted as Megatron has it: the model itself builds them on their stage alone.
+    """
+    if not config.mtp_num_layers:
+        return None
+    if isinstance(spec, TransformerBlockSubmodules):
+        spec = get_gpt_decoder_layer_specs(config)[-1]
+    depth = get_mtp_layer_spec(spec, use_transformer_engine)
+    return MultiTokenPredictionBlockSubmodules(
+        [depth] * (1 if config.mtp_use_repeated_layer else config.mtp_num_layers)
     )
 
 

@@ -2,6 +2,7 @@
 
 tokens [b, s] --embedding--> [s, b, h] --TransformerBlock--> [s, b, h] --output layer--> logits [s, b, v/t]
                                                                labels [b, s] --cross entropy--> loss [b, s]
+behind the block, in training: predictions of further tokens, whose losses ride along (`multi_token_prediction`)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from megatron_lite import collectives
 from megatron_lite.context_parallel.visibility import SegmentMask
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError
@@ -21,8 +23,13 @@ from megatron_lite.packed_seq_params import PackedSeqParams
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.transformer.inference_context import InferenceContext
+from megatron_lite.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    attach_mtp_losses,
+)
 from megatron_lite.transformer.spec_utils import ModuleSpec
-from megatron_lite.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron_lite.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, layout_of
 from megatron_lite.transformer.transformer_config import TransformerConfig
 
 PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "mrope", "none"]
@@ -44,7 +51,8 @@ class GPTModel(LanguageModule):
         rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: as
             RotaryEmbedding has them. What YaRN, sections and multi-latent attention take is in the config.
         scatter_embedding_sequence_parallel: cut the embedding's output along the sequence under sequence parallelism.
-        mtp_block_spec: multi-token prediction: refused until it is built.
+        mtp_block_spec: of the layers that predict further tokens (`gpt_layer_specs.get_gpt_mtp_block_spec`), built on
+            the stage that has them; the same on all stages, with `config.mtp_num_layers`.
         pg_collection: None = the registered groups.
         vp_stage: which chunk of the stage this is.
     """
@@ -67,7 +75,7 @@ class GPTModel(LanguageModule):
         rope_scaling_factor: float = 8.0,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: ModuleSpec | None = None,
+        mtp_block_spec: MultiTokenPredictionBlockSubmodules | ModuleSpec | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ):
@@ -77,10 +85,6 @@ class GPTModel(LanguageModule):
                 f"--position-embedding-type {position_embedding_type}",
                 why="a GPT has learned, rotary or no positions",
                 fix=f"learned_absolute, {', '.join(ROTARY)} or none",
-            )
-        if mtp_block_spec is not None:
-            raise ConfigError(
-                "a GPTModel with mtp_block_spec", why="multi-token prediction is not built yet", fix="None"
             )
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
@@ -96,8 +100,9 @@ class GPTModel(LanguageModule):
                 fix="--fp16, or leave it out",
             )
 
+        self.mtp_process = self.holds_embedding = self._place_of_mtp(mtp_block_spec is not None)
         with deferred_initialization():
-            if pre_process:
+            if pre_process or self.mtp_process:
                 self.embedding = LanguageModelEmbedding(
                     config,
                     vocab_size,
@@ -124,6 +129,9 @@ class GPTModel(LanguageModule):
                 pg_collection=self.pg_collection,
                 vp_stage=vp_stage,
             )
+            if self.mtp_process:
+                assert mtp_block_spec is not None
+                self.mtp = MultiTokenPredictionBlock(config, mtp_block_spec, vp_stage, self.pg_collection)
             if post_process:
                 assert config.init_method is not None
                 tied = share_embeddings_and_output_weights
@@ -134,13 +142,45 @@ class GPTModel(LanguageModule):
                     init_method=(config.embedding_init_method or config.init_method) if tied else config.init_method,
                     bias=False,
                     gather_output=not parallel_output,
-                    skip_weight_param_allocation=pre_process and tied,
+                    skip_weight_param_allocation=(pre_process or self.mtp_process) and tied,
                     tp_group=self.pg_collection.tp,
                 )
                 self.output_layer.defers_weight_grads = config.defer_embedding_wgrad_compute
-        if pre_process or post_process:
+        if pre_process or post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
+            if self.copies_over_stages:
+                self._mark_copies()
         self.name_and_initialize()
+
+    def _place_of_mtp(self, wanted: bool) -> bool:
+        """Whether layers that predict further tokens are here, and what follows where they are not with the loss."""
+        self.copies_over_stages: dict[str, tuple[int, ...]] = {}
+        self.reported_losses: dict[str, tuple[Tensor, Tensor]] = {}
+        pp = self.pg_collection.pp
+        if not wanted or not self.config.mtp_num_layers:
+            return False
+        layout = layout_of(self.config)
+        stages = collectives.group_size(pp)
+        if stages > 1 and self.position_embedding_type == "learned_absolute":
+            raise ConfigError(
+                "--mtp-num-layers with --position-embedding-type learned_absolute over pipeline stages",
+                why="the table of positions would be on two stages",
+                fix="--position-embedding-type rope",
+            )
+        if not any(cell.mtp and cell.loss for row in layout.cells for cell in row):
+            # States of all depths go from stage to stage behind them, and their number is in the message. The embedding
+            # lies on stages that the group of tied embeddings does not know.
+            self.config.variable_seq_lengths = True
+            rows = self.vocab_size // collectives.group_size(self.pg_collection.tp)
+            self.copies_over_stages["embedding.word_embeddings.weight"] = (rows, self.config.hidden_size)
+        return layout.cell(collectives.group_rank(pp), self.vp_stage).mtp > 0
+
+    def _mark_copies(self) -> None:
+        """As `setup_embeddings_and_output_layer` for a group of more than two stages."""
+        weight: Any = self.shared_embedding_or_output_weight()
+        if weight is not None and (self.share_embeddings_and_output_weights or weight is self._embedding_weight()):
+            weight.shared_embedding = False
+            weight.on_several_stages, weight.shared = True, not self.pre_process
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """What the stage before sent (a list of one, as schedules have it)."""
@@ -177,7 +217,7 @@ class GPTModel(LanguageModule):
             labels: `[b, s]`: the next token of each position.
             inference_context: keys and values of the tokens so far.
             runtime_gather_output: gather logits over the vocabulary for this call.
-            loss_mask: accepted as Megatron has it (multi-token prediction uses it).
+            loss_mask: `[b, s]`, where predictions of further tokens count; None: everywhere.
         Returns: loss `[b, s]` (fp32 unless `fp16_lm_cross_entropy`); or logits `[b, s, v/t]`; or `[s, b, h]`.
         """
         context = inference_context if inference_context is not None else inference_params
@@ -206,9 +246,24 @@ class GPTModel(LanguageModule):
             packed_seq_params=packed_seq_params,
             **(extra_block_kwargs or {}),
         )
+        predicts = self.training and context is None and (labels is not None or not self.post_process)
+        if self.mtp_process and predicts:
+            assert input_ids is not None
+            hidden_states = self.mtp(
+                input_ids,
+                position_ids,
+                hidden_states,
+                self.embedding,
+                packed_seq_params,
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary,
+                **(extra_block_kwargs or {}),
+            )
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if self.config.mtp_num_layers and predicts and labels is not None:
+            hidden_states = self._with_further_losses(hidden_states, labels, loss_mask, weight, packed_seq_params)
         gather = None if labels is None else False  # the loss wants split logits
         logits, _ = self.output_layer(
             hidden_states, weight, runtime_gather_output if runtime_gather_output is not None else gather
@@ -217,3 +272,25 @@ class GPTModel(LanguageModule):
             loss = self.compute_language_model_loss(labels, logits)
             return loss.to(logits.dtype) if self.fp16_lm_cross_entropy else loss
         return logits.transpose(0, 1).contiguous()
+
+    def _with_further_losses(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        weight: Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> Tensor:
+        """`[(1 + D) s, b, h]` -> `[s, b, h]` of the next token, to which the losses of the others are attached."""
+        if self.config.mtp_detach_heads:
+            weight = (self.output_layer.weight if weight is None else weight).detach()
+
+        def losses(states: Tensor, labels: Tensor) -> Tensor:
+            logits, _ = self.output_layer(states, weight, False)
+            return self.compute_language_model_loss(labels, logits)
+
+        states = hidden_states.chunk(1 + (self.config.mtp_num_layers or 0))
+        main, self.reported_losses = attach_mtp_losses(
+            states, labels, loss_mask, losses, self.config, self.pg_collection.cp, packed_seq_params
+        )
+        return main

@@ -41,6 +41,7 @@ ON = {
     "--num-query-groups": "--group-query-attention",
     "--rotary-base": "--position-embedding-type rope",
     "--mrope-section": "--position-embedding-type mrope",
+    "--mtp-loss-scaling-factor": "--mtp-num-layers 1",
     "--q-lora-rank": "--multi-latent-attention --position-embedding-type rope",
     "--rotary-scaling-factor": "--position-embedding-type yarn",
     "--rope-scaling-factor": "--position-embedding-type rope --use-rope-scaling",

@@ -35,7 +35,6 @@ PENDING = {
     "launch": 1,
     "mamba": 6,
     "moe": 3,
-    "mtp": 4,
     "mup": 6,
     "other dtypes": 2,
     "planning": 1,

@@ -47,6 +47,7 @@ class LanguageModule(MegatronModule):
 
     embedding: Any
     output_layer: Any
+    holds_embedding = False  # of a stage that is not the first: a copy, for predictions of further tokens
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None):
         super().__init__(config)
@@ -92,10 +93,11 @@ class LanguageModule(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The weight that the first and last stage hold both, on those stages; else None."""
-        return self._embedding_weight() if self.pre_process else self._output_weight()
+        weight = self._embedding_weight()
+        return self._output_weight() if weight is None else weight
 
     def _embedding_weight(self) -> Any:
-        return self.embedding.word_embeddings.weight if self.pre_process else None
+        return self.embedding.word_embeddings.weight if self.pre_process or self.holds_embedding else None
 
     def _output_weight(self) -> Any:
         return self.output_layer.weight if self.post_process else None
@@ -109,9 +111,13 @@ class LanguageModule(MegatronModule):
         for weight in (self._embedding_weight(), self._output_weight()):
             if weight is not None:
                 weight.is_embedding_or_output_parameter = True
-        if not self.share_embeddings_and_output_weights or collectives.group_size(self.pg_collection.pp) == 1:
+        if collectives.group_size(self.pg_collection.pp) == 1:
             return
-        weight = self._embedding_weight() if self.pre_process else self._output_weight()
+        if not self.share_embeddings_and_output_weights and not getattr(self.config, "mtp_num_layers", None):
+            return
+        weight = self._embedding_weight()
+        if weight is None and self.share_embeddings_and_output_weights:
+            weight = self._output_weight()
         if weight is not None:
             weight.shared_embedding = True
             if not self.pre_process:
