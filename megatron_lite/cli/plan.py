@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("--account-for-embedding-in-pipeline-split", action="store_true")
     layers.add_argument("--account-for-loss-in-pipeline-split", action="store_true")
     layers.add_argument("--pipeline-model-parallel-layout", metavar="TEXT", help="for example 'Ett|(tt|)*2,tL'")
+    layers.add_argument("--mtp-num-layers", type=int, default=0, metavar="N", help="further layers, m in the string")
     return parser
 
 
@@ -211,7 +212,7 @@ def _place(args: argparse.Namespace) -> StageLayout:
         args.account_for_embedding_in_pipeline_split,
         args.account_for_loss_in_pipeline_split,
         args.pipeline_model_parallel_layout,
-        mtp_layers=args.mtp_num_layers or 0,
+        mtp_layers=args.mtp_num_layers,
     )
 
 
