@@ -30,7 +30,7 @@ def matrix(world) -> Matrix:
 
 @pytest.mark.parametrize("layout", ROWS, ids=str)
 def test_latent_attention_and_further_tokens_train_as_in_one_process(matrix, layout):
-    """A rotary key whose gradient is not summed over heads of other ranks, a latent norm whose gradient is summed twice,
-    a successor that lies on another rank, a copy of the embedding that learns by itself: each is far off."""
+    """A rotary key whose gradient is not summed over heads of other ranks, a latent norm whose gradient is summed
+    twice, a successor that lies on another rank, a copy of the embedding that learns by itself: each is far off."""
     rows = matrix.check(layout)
     assert all(row.is_ok for row in rows), f"{layout}\n{table(rows)}"
