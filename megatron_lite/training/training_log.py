@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from megatron_lite import collectives
+from megatron_lite.collectives import group_size
 from megatron_lite.log import print_rank_0, print_rank_last, rank_and_world_size, say
 from megatron_lite.num_microbatches_calculator import get_num_microbatches
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -36,6 +37,7 @@ from megatron_lite.training.evaluation import perplexity, result_line, validatio
 from megatron_lite.training.expert_log import ExpertLog, ExpertStatistics
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.train_step import StepResult
+from megatron_lite.transformer.moe.moe_rules import moe_layers
 
 # As in Megatron, without the levels; those that never ran are left out when printed.
 _TIMERS = [
@@ -359,16 +361,20 @@ def _metrics_file(args: Namespace) -> Any:
 # -- the summary before the start --------------------------------------------------------------------------------
 def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: ProcessGroupCollection) -> None:
     """Rank 0 says once what will be done: layout, parameters, memory that is known ahead, tokens per step."""
-    params = sum(p.numel() for chunk in model for p in chunk.parameters())
+    every = [p for chunk in model for p in chunk.parameters()]
+    params = sum(p.numel() for p in every)
+    spread = sum(p.numel() for p in every if not getattr(p, "allreduce", True))  # reduced over other ranks
     item = {"torch.float32": 4}.get(str(args.params_dtype), 2)
     grad_item = 4 if args.accumulate_allreduce_grads_in_fp32 or item == 4 else 2
     main = 0 if item == 4 else 4
     sharing = args.data_parallel_size * args.context_parallel_size // args.num_distributed_optimizer_instances
-    dp_shards = sharing if args.use_distributed_optimizer else 1
+    experts_sharing = group_size(pg_collection.expt_dp) // args.num_distributed_optimizer_instances
+    shards, expert_shards = (sharing, experts_sharing) if args.use_distributed_optimizer else (1, 1)
+    state = _moment_bytes(args) + main
     rows = [
         ("weights", params * item),
         ("gradients", params * grad_item),
-        ("optimizer state", params * (_moment_bytes(args) + main) // dp_shards),
+        ("optimizer state", (params - spread) * state // shards + spread * state // expert_shards),
     ]
     total = sum(size for _, size in rows)
     batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
@@ -379,6 +385,7 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
         f"{args.context_parallel_size} x dp {args.data_parallel_size} x pp {args.pipeline_model_parallel_size}"
         f" on {args.device.type}",
         f"  parameters        {params:,} on this rank, {str(args.params_dtype).removeprefix('torch.')}",
+        *_experts_line(args),
         "  memory per rank   "
         + " + ".join(f"{name} {_size(size)}" for name, size in rows)
         + f" = {_size(total)}, and activations",
@@ -388,6 +395,19 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
     ]
     for line in lines:
         print_rank_0(line)
+
+
+def _experts_line(args: Namespace) -> list[str]:
+    if not args.num_experts:
+        return []
+    layers, ep = (
+        sum(moe_layers(args.num_layers, args.num_experts, args.moe_layer_freq)),
+        args.expert_model_parallel_size,
+    )
+    return [
+        f"  experts           {args.num_experts} in {layers} of {args.num_layers} layers, {args.moe_router_topk} for a "
+        f"token; {args.num_experts // ep} of a layer on a rank (ep {ep}, expert tp {args.expert_tensor_parallel_size})"
+    ]
 
 
 def _moment_bytes(args: Namespace) -> int:

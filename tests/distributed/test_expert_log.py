@@ -74,6 +74,21 @@ def alone(world) -> list[dict[str, float]]:
     return numbers(world, Layout(model="mixtral"))
 
 
+def test_c136_the_summary_counts_what_the_model_and_the_optimizer_hold(world) -> None:
+    """C136: 2 layers of 8 experts on 2 ranks, 4 of a layer on each; Adam keeps two fp32 numbers of a parameter, dense
+    ones shared by both ranks, an expert's on its rank alone."""
+    layout = Layout(model="deepseek", dp=2, ep=2, distributed_optimizer=True)
+    (text, _) = world(2).run(whole_run, layout, ["--train-iters", "1", "--lr-warmup-iters", "0"])
+    hidden, width, shared = 32, 24, 32
+    experts = 2 * 4 * 3 * hidden * width
+    attention = hidden * (32 + 2 * 16) + 32 * hidden
+    dense = 2 * 512 * hidden + hidden + 2 * (attention + 2 * hidden + 8 * hidden + 3 * hidden * shared)
+    assert f"parameters        {experts + dense:,} on this rank" in text
+    state = (8 * dense // 2 + 8 * experts) / 1024
+    assert f"optimizer state {state:.1f} KiB" in text
+    assert "8 in 2 of 2 layers, 2 for a token; 4 of a layer on a rank (ep 2, expert tp 1)" in text
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -112,3 +112,40 @@ def kept_bytes(**recompute) -> int:
 def test_recompute_keeps_less_memory(kind, share):
     """Else it would only cost time."""
     assert kept_bytes(**kind) < share * kept_bytes()
+
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_input_jitter_eps": 0.1,
+    "moe_aux_loss_coeff": 0.3,
+    "moe_z_loss_coeff": 0.1,
+    "add_bias_linear": False,
+}
+MODULES = ["moe"], ["shared_experts"], ["layernorm", "moe"], ["core_attn", "mlp", "moe", "shared_experts"]
+OF_EXPERTS = [KINDS[1], KINDS[4], *({"recompute_granularity": "selective", "recompute_modules": m} for m in MODULES)]
+
+
+def with_experts(**recompute):
+    """Gradients, and what the routers counted."""
+    torch.manual_seed(11)
+    model_parallel_cuda_manual_seed(11)
+    shape = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "init_method_std": 0.3}
+    config = TransformerConfig(**shape, hidden_dropout=0.1, attention_dropout=0.1, **EXPERTS, **recompute)
+    model = GPTModel(config, get_gpt_layer_local_spec(num_experts=4), 48, 16)
+    tokens = torch.randint(0, 48, (2, 13), generator=torch.Generator().manual_seed(0))
+    model(tokens[:, :-1], torch.arange(12).expand(2, -1), None, labels=tokens[:, 1:]).mean().backward()
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    counted = [router.local_tokens_per_expert for router in routers] + [router.load for router in routers]
+    counted += [loss for router in routers for loss in router.losses.values()]
+    return torch.stack([c.sum() for c in counted]), {n: p.grad for n, p in model.named_parameters()}, torch.rand(3)
+
+
+@pytest.mark.parametrize("kind", OF_EXPERTS, ids=lambda kind: "-".join(str(value) for value in kind.values()))
+def test_recomputed_experts_count_tokens_and_losses_once(kind):
+    """Gradients (in which balancing losses are), loads, logged losses and jitter: those of no recompute, bit by bit."""
+    plain = with_experts()
+    assert plain[0][:3].tolist() == [2.0 * 24] * 3
+    same(with_experts(**kind), plain)
