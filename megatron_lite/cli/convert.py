@@ -28,8 +28,8 @@ from megatron_lite.checkpointing.sharded import LateTensor, Reader, SavedTensor,
 from megatron_lite.cli.progress import progress
 from megatron_lite.config import from_namespace
 from megatron_lite.errors import CheckpointError, ConfigError, MegatronLiteError
-from megatron_lite.models.gpt.hf_config import FAMILIES, family_of, fitting_family
 from megatron_lite.models.gpt.hf_names import Link, Sizes, is_buffer, links
+from megatron_lite.models.hf_families import FAMILIES, family_of, fitting_family
 from megatron_lite.sharding import whole
 from megatron_lite.tokenizers import TokenizerConfig
 from megatron_lite.tokenizers.build_tokenizer import build_tokenizer, vocab_size_with_padding
@@ -37,12 +37,12 @@ from megatron_lite.training import global_vars
 from megatron_lite.training.checkpoint_args import args_to_save
 from megatron_lite.training.checkpointing import CHECKPOINT_VERSION, find_checkpoint
 from megatron_lite.training.entry import read_arguments
+from megatron_lite.training.families import FAMILIES as RUN_FAMILIES
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Asked of every run and said by no model: these are no part of what is saved.
 _RUN = ("--micro-batch-size", "1", "--train-iters", "1", "--lr", "1")
 _NOT_OF_A_MODEL = ("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr", "load", "save")
-_HEAD = "lm_head.weight"
 _LAYOUT = {"tp": 1, "pp": 1, "dp": 1, "cp": 1}
 
 
@@ -72,13 +72,13 @@ def import_model(source: Path, root: Path, tokenizer: Path | None, dtype: torch.
     if not isinstance(rows, int):
         raise ConfigError(f"{source / CONFIG} has vocab_size = {rows!r}", fix="the number of rows of the embedding")
     words = [*family.to_flags(config), *_tokenizer_flags(config, source, tokenizer, rows)]
-    args = _arguments([*words, *flags], rows)
+    args = _arguments([*words, *flags], family.model_family)
     saved = args_to_save(args)
     theirs = HuggingFaceFolder(source)
     found = theirs.tensors
     sizes = Sizes.of(saved, rows)
     model = links(family.rows, saved, sizes)
-    names = _their_names(theirs, model, tied=not saved["untie_embeddings_and_output_weights"])
+    names = _their_names(theirs, model, family.copies)
 
     def join(link: Link, read: Callable[[str], Tensor]) -> Tensor:
         joined = link.form.join((read(names[name]) for name in link.theirs), sizes)
@@ -131,6 +131,10 @@ def _meta(facts: SavedTensor) -> Tensor:
 def _tokenizer_flags(config: Mapping[str, Any], source: Path, tokenizer: Path | None, rows: int) -> list[str]:
     """The tokenizer beside the weights; without one, texts are numbers."""
     place = tokenizer if tokenizer is not None else source if (source / "tokenizer.json").is_file() else None
+    if place is None and (source / "vocab.txt").is_file():
+        return ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str((source / "vocab.txt").resolve())]
+    if place is not None and place.suffix == ".txt":
+        return ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(place.resolve())]
     if place is not None:
         kind = "SentencePieceTokenizer" if place.suffix == ".model" else "HuggingFaceTokenizer"
         return ["--tokenizer-type", kind, "--tokenizer-model", str(place.resolve()), "--vocab-size", str(rows)]
@@ -140,27 +144,32 @@ def _tokenizer_flags(config: Mapping[str, Any], source: Path, tokenizer: Path | 
     return [*words, "--null-tokenizer-eod-id", str(end)] if isinstance(end, int) and 0 <= end < rows else words
 
 
-def _arguments(words: list[str], rows: int) -> Namespace:
-    """A run's arguments, checked by a run's rules, with the padded vocabulary."""
+def _arguments(words: list[str], model_family: str) -> Namespace:
+    """A run's arguments, checked by the rules of a run of this kind of model, with the padded vocabulary."""
     if "--make-vocab-size-divisible-by" not in words:
         # No padding unless it is asked for: padded rows take part in the softmax.
         words = [*words, "--make-vocab-size-divisible-by", "1"]
     with redirect_stdout(io.StringIO()):
-        args = read_arguments(argv=[*_RUN, *words])
+        args = read_arguments(argv=[*_RUN, *words], args_defaults={"model_family": model_family})
         global_vars.build_tokenizer(args)
     return args
 
 
-def _their_names(theirs: HuggingFaceFolder, model: Sequence[Link], *, tied: bool) -> dict[str, str]:
-    """Name in the rows -> name in the folder, for every tensor. Raises: CheckpointError naming what is left over."""
+def _their_names(theirs: HuggingFaceFolder, model: Sequence[Link], copies: Mapping[str, str]) -> dict[str, str]:
+    """Name in the rows -> name in the folder, for every tensor.
+
+    Args:
+        copies: tensors that may lie beside the one whose copy they are; where a row reads them, they are none.
+    Raises: CheckpointError naming what is left over.
+    """
     found = theirs.tensors
     wanted = {name for link in model for name in link.theirs}
     # GPT-2's own folders hold the body of the model, without the name that it has inside of GPT2LMHeadModel.
     bare = not any(name.startswith("transformer.") for name in found)
     names = {name: name.removeprefix("transformer.") if bare else name for name in wanted}
-    copy = {_HEAD} & found.keys() if tied else set()
+    tied = {copy: of for copy, of in copies.items() if copy in found and copy not in wanted}
     missing = sorted(name for name in names.values() if name not in found)
-    left = sorted(name for name in found.keys() - copy - set(names.values()) if not is_buffer(name))
+    left = sorted(name for name in found.keys() - tied.keys() - set(names.values()) if not is_buffer(name))
     if missing or left:
         lines = [f"    {len(missing)} missing: {_some(missing)}"] if missing else []
         lines += [f"    {len(left)} that nothing here reads: {_some(left)}"] if left else []
@@ -169,13 +178,13 @@ def _their_names(theirs: HuggingFaceFolder, model: Sequence[Link], *, tied: bool
             why="a model with weights left out, or left at random values, would be another model",
             fix="the complete folder of one model, as save_pretrained writes it",
         )
-    body = names[model[0].theirs[0]]
-    if copy and not torch.equal(theirs.read(_HEAD), theirs.read(body)):
-        raise CheckpointError(
-            f"{theirs.folder}: {_HEAD} is not {body}",
-            why=f"{CONFIG} says that they are tied (tie_word_embeddings)",
-            fix=f'"tie_word_embeddings": false in {CONFIG}, if the weights are right',
-        )
+    for copy, of in tied.items():
+        if not torch.equal(theirs.read(copy), theirs.read(names[of])):
+            raise CheckpointError(
+                f"{theirs.folder}: {copy} is not {names[of]}",
+                why=f"{CONFIG} says that they are tied (tie_word_embeddings)",
+                fix=f'"tie_word_embeddings": false in {CONFIG}, if the weights are right',
+            )
     return names
 
 
@@ -367,8 +376,13 @@ def main(argv: Sequence[str]) -> int:
                     fix="leave it out",
                 )
         folder = import_model(args.load_dir, args.save_dir, args.tokenizer_model, dtype, flags)
+        config = read_json(args.load_dir / CONFIG)
+        family = family_of(config)
+        if family.note(config):
+            print(f"note: {family.note(config)}")
+        script = RUN_FAMILIES[family.model_family].script
         print(f"wrote {folder}")
-        print(f"train on:  pretrain_gpt.py --load {args.save_dir} --use-checkpoint-args --finetune ...")
+        print(f"train on:  {script} --load {args.save_dir} --use-checkpoint-args --finetune ...")
         print(f"look at:   megatron-lite generate --load {args.save_dir} --prompt ...")
         return 0
     if flags:

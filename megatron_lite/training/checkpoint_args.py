@@ -27,6 +27,7 @@ EXPERTS = (
 # What makes a checkpoint's weights mean something else. Most of these show in no tensor's shape.
 MODEL_ARGUMENTS = (
     "model_family",
+    "bert_binary_head",
     "num_layers",
     "decoder_num_layers",
     "hidden_size",

@@ -18,8 +18,8 @@ from megatron_lite.cli import convert
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import CheckpointError, ConfigError
 from megatron_lite.log import rank_and_world_size
-from megatron_lite.models.gpt.hf_config import FAMILIES, fitting_family
 from megatron_lite.models.gpt.hf_names import Sizes
+from megatron_lite.models.hf_families import FAMILIES, fitting_family
 from megatron_lite.training import global_vars
 from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.checkpoint_args import args_to_save
@@ -451,7 +451,6 @@ def test_a_torn_file_is_an_error_that_names_it(tmp_path):
         ({"model_type": "qwen3_moe"}, "experts"),
         ({"model_type": "deepseek_v3"}, "latent attention"),
         ({"model_type": "gemma"}, r"sqrt\(hidden\)"),
-        ({"model_type": "bert"}, "BERT"),
         ({"model_type": "t5"}, "T5"),
         ({"model_type": "nobody_knows"}, "known are gpt2, llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act = silu|'silu'"),

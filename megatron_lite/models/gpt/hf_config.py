@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_lite.errors import ConfigError
 from megatron_lite.models.gpt.hf_family import Family, Setting
 from megatron_lite.models.gpt.hf_llama import (
     LLAMA_FLAGS,
@@ -111,6 +110,7 @@ _GPT2 = Family(
         "add_cross_attention": (False,),
     },
     tied_by_default=True,
+    copies={"lm_head.weight": "transformer.wte.weight"},
 )
 
 
@@ -126,6 +126,7 @@ def _llama_like(model_type: str, architecture: str, flags: str, read: Any, write
         read=read,
         write=write,
         demands={**SILU, **demands},
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
     )
 
 
@@ -203,43 +204,10 @@ _LATENT = "multi-head latent attention and layers of experts are not converted y
 _GEMMA = "it multiplies embeddings by sqrt(hidden) and gates with GELU"
 _LATER = "it multiplies embeddings by sqrt(hidden), gates with GELU and has four norms a layer"
 # Families that people will ask for -> what is missing.
-_MISSING = {
+MISSING = {
     **dict.fromkeys(("phimoe", "olmoe", "gpt_oss", "dbrx"), _EXPERTS),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
     "gemma": _GEMMA,
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), _LATER),
-    "bert": "the BERT model is not converted yet",
     **dict.fromkeys(("t5", "mt5", "umt5"), "the T5 model is not converted yet"),
 }
-
-
-def family_of(config: Config) -> Family:
-    """The family that config.json names. Raises: ConfigError that says what is missing for it."""
-    kind = config.get("model_type")
-    if kind in FAMILIES:
-        return FAMILIES[kind]
-    raise refuse(
-        f"config.json has model_type = {kind!r}",
-        _MISSING.get(str(kind), "this family is not known") + f"; known are {', '.join(FAMILIES)}",
-        "a model of one of these families",
-    )
-
-
-def fitting_family(args: Args, wanted: str | None = None) -> Family:
-    """The first family that can say these arguments, or the wanted one. Raises: ConfigError."""
-    if wanted is not None:
-        if wanted not in FAMILIES:
-            raise ConfigError(f"--hf-model-type {wanted}", why=f"known are {', '.join(FAMILIES)}", fix="one of these")
-        return FAMILIES[wanted]
-    reasons = {}
-    for name, family in FAMILIES.items():
-        reasons[name] = family.problems(args)
-        if not reasons[name]:
-            return family
-    closest = min(reasons, key=lambda name: len(reasons[name]))
-    raise refuse(
-        f"no known family of Hugging Face computes what this checkpoint does; {closest} comes closest, but\n"
-        + "\n".join(f"    {reason}" for reason in reasons[closest]),
-        f"known are {', '.join(FAMILIES)}",
-        "generate from the checkpoint here (megatron-lite generate)",
-    )

@@ -26,7 +26,9 @@ class Family:
 
     settings: numbers with a name on both sides. flags: further words that every member has. requires: our arguments
     whose value makes the family. demands: keys of config.json that, if there, must have one of these values.
-    read, write: what takes more than a table.
+    read, write: what takes more than a table. model_family: our kind of model. architecture_of: arguments -> its class,
+    where members have several. copies: tensors that may lie beside the one they are tied to. note: config.json -> what
+    who brings such a model should know.
     """
 
     model_type: str
@@ -39,6 +41,10 @@ class Family:
     write: Callable[[Args, Sizes], dict[str, Any]]
     demands: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tied_by_default: bool = False
+    model_family: str = "gpt"
+    architecture_of: Callable[[Args], str] | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
+    note: Callable[[Config], str] = lambda config: ""
 
     def to_flags(self, config: Config) -> list[str]:
         """The command line of the model that config.json describes. Raises: ConfigError naming what we lack."""
@@ -90,7 +96,7 @@ class Family:
             )
         numbers = {setting.theirs: args[setting.ours] for setting in self.settings}
         return {
-            "architectures": [self.architecture],
+            "architectures": [self.architecture_of(args) if self.architecture_of else self.architecture],
             "model_type": self.model_type,
             "vocab_size": sizes.vocabulary,
             "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
@@ -103,6 +109,7 @@ ANY = object()  # of a family's requirements: `write` looks at this one
 _QUANTIZED: dict[str, tuple[Any, ...]] = {"quantization_config": (None,)}
 # Arguments that no family here has a word for, with the values under which they do nothing.
 _NEUTRAL: dict[str, Any] = {
+    "model_family": (None, "gpt"),
     "apply_layernorm_1p": False,
     "apply_residual_connection_post_layernorm": False,
     "softmax_type": "vanilla",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ class Sizes:
             "fs": self.shared_inner,
             "2fs": 2 * self.shared_inner,
             "1": 1,
+            "2": 2,
         }
         return tuple(values[word] for word in words.split())
 
@@ -185,15 +186,23 @@ class Vocabulary:
         return [tensor[: sizes.vocabulary]]
 
 
-Form = type[Same] | type[Transposed] | type[Qkv] | type[FusedQkv] | type[Stacked] | type[Vocabulary]
+class Form(Protocol):
+    """How tensors of theirs become one of ours, and back."""
+
+    @staticmethod
+    def join(parts: Iterator[Tensor], sizes: Sizes) -> Tensor: ...
+
+    @staticmethod
+    def divide(tensor: Tensor, sizes: Sizes) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
 class Row:
-    """One of our tensors and those of theirs that it is made of; `{}` stands for a layer, `{e}` for an expert.
+    """One of our tensors and those of theirs that it is made of; `{}` stands for a layer, `{next}` for the one
+    after it, `{e}` for an expert.
 
     shape: of ours, in the words of `Sizes.shape`. when: the argument that must be on for the tensor to exist. layers:
-    which have it: "all", "dense" or "experts".
+    which have it: "all", "dense" or "experts". last: our name in the last layer, where it is another.
     """
 
     ours: str
@@ -202,6 +211,7 @@ class Row:
     shape: str
     when: Callable[[Args], bool] = lambda args: True
     layers: str = "all"
+    last: str = ""
 
 
 @dataclass(frozen=True)
@@ -360,13 +370,14 @@ QWEN2_MOE_ROWS = _with(
 def links(rows: Sequence[Row], args: Args, sizes: Sizes) -> list[Link]:
     """The rows that exist in a model with these arguments, layer by layer."""
     wanted = [row for row in rows if row.when(args)]
-    layered = [row for row in wanted if "{}" in row.ours]
+    layered = [row for row in wanted if "{}" in row.ours or "{next}" in row.ours]
     before = [row for row in wanted[: wanted.index(layered[0])]]
     after = [row for row in wanted[wanted.index(layered[-1]) + 1 :]]
 
     def link(row: Row, layer: int = 0, expert: int = 0) -> Link:
         theirs = tuple(name.format(layer, e=expert) for name in row.theirs)
-        return Link(row.ours.format(layer, e=expert), row.form, theirs, sizes.shape(row.shape))
+        ours = row.last if row.last and layer == sizes.layers - 1 else row.ours
+        return Link(ours.format(layer, next=layer + 1, e=expert), row.form, theirs, sizes.shape(row.shape))
 
     inner = []
     for layer in range(sizes.layers):
@@ -379,7 +390,9 @@ def links(rows: Sequence[Row], args: Args, sizes: Sizes) -> list[Link]:
 
 
 # Buffers that older versions of transformers saved among the weights: masks and angles, which follow from the shape.
-_BUFFERS = re.compile(r"(h\.\d+\.attn\.(bias|masked_bias)|self_attn\.rotary_emb\.inv_freq)$")
+_BUFFERS = re.compile(
+    r"(h\.\d+\.attn\.(bias|masked_bias)|self_attn\.rotary_emb\.inv_freq|embeddings\.(position_ids|token_type_ids))$"
+)
 
 
 def is_buffer(name: str) -> bool:
