@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_lite.cli.fill_masks import filler_of, write_embeddings, write_filled
 from megatron_lite.cli.loaded_model import LoadedModel, load_model
 from megatron_lite.cli.sampling import Sampling, next_token
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.training.families import FAMILIES, family_of
 from megatron_lite.transformer.inference_context import InferenceContext
+
+_NUM_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,8 @@ def build_parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or several (default: the start of a document)")
     which.add_argument("--prompts-file", type=Path, metavar="FILE", help="one prompt a line")
-    add("--num-tokens-to-generate", type=int, default=128, metavar="N", help="at most (default: %(default)s)")
-    add("--temperature", type=float, default=1.0, help="below 1 likelier, above 1 wilder text; 0: greedy")
+    add("--num-tokens-to-generate", type=int, metavar="N", help=f"at most (default: {_NUM_TOKENS})")
+    add("--temperature", type=float, help="below 1 likelier, above 1 wilder text; 0: greedy (default: 1; masks: 0)")
     add("--top_k", "--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens (0: all)")
     add(
         "--top_p",
@@ -164,18 +167,20 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--random-seed", type=int, default=1234, metavar="N", help="the same seed, the same text (default: %(default)s)"
     )
+    add("--output-bert-embeddings", action="store_true", help="BERT: the vector of each prompt, as a line of JSON")
     return parser
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
     """How tokens are chosen. Raises: ConfigError for numbers that mean nothing."""
-    return Sampling(temperature=0.0 if args.greedy else args.temperature, top_k=args.top_k, top_p=args.top_p)
+    temperature = 1.0 if args.temperature is None else args.temperature
+    return Sampling(temperature=0.0 if args.greedy else temperature, top_k=args.top_k, top_p=args.top_p)
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raises: ConfigError, before a model is loaded."""
     sampling_of(args)
-    if args.num_tokens_to_generate < 1:
+    if args.num_tokens_to_generate is not None and args.num_tokens_to_generate < 1:
         raise ConfigError(f"--num-tokens-to-generate {args.num_tokens_to_generate}", fix="1 or more")
     if args.random_seed < 1:
         raise ConfigError(f"--random-seed {args.random_seed}", why="seeds are positive", fix="--random-seed 1234")
@@ -183,16 +188,39 @@ def _check(args: argparse.Namespace) -> None:
 
 def write_texts(loaded: LoadedModel, args: argparse.Namespace, prompts: Sequence[str]) -> None:
     """GPT: each prompt with the text that follows it."""
-    sampling = sampling_of(args)
+    if args.output_bert_embeddings:
+        raise ConfigError(
+            "--output-bert-embeddings with a checkpoint of GPT", why="a BERT gives vectors of texts", fix="leave it out"
+        )
+    sampling, limit = sampling_of(args), args.num_tokens_to_generate or _NUM_TOKENS
     generator = Generator(loaded.model, loaded.tokenizer, loaded.args.max_position_embeddings, loaded.args.device)
     for number, prompt in enumerate(prompts):
         if number:
             print("-" * 40)
-        write(generator, prompt, args.num_tokens_to_generate, sampling, args.random_seed)
+        write(generator, prompt, limit, sampling, args.random_seed)
+
+
+def fill_masks(loaded: LoadedModel, args: argparse.Namespace, prompts: Sequence[str]) -> None:
+    """BERT: each prompt with its masks filled, or as a vector."""
+    if args.num_tokens_to_generate is not None:
+        raise ConfigError(
+            f"--num-tokens-to-generate {args.num_tokens_to_generate} with a checkpoint of BERT",
+            why="it fills the masks that a text has",
+            fix="leave it out",
+        )
+    filler = filler_of(loaded)
+    if args.output_bert_embeddings:
+        write_embeddings(filler, prompts)
+        return
+    drawn = args.temperature is not None or args.top_k or args.top_p  # else the likeliest: the best guess is asked for
+    write_filled(filler, prompts, sampling_of(args) if drawn else Sampling(temperature=0.0), args.random_seed)
 
 
 # Family -> what its models do with prompts.
-WRITERS: dict[str, Callable[[LoadedModel, argparse.Namespace, Sequence[str]], None]] = {"gpt": write_texts}
+WRITERS: dict[str, Callable[[LoadedModel, argparse.Namespace, Sequence[str]], None]] = {
+    "gpt": write_texts,
+    "bert": fill_masks,
+}
 
 
 def main(argv: Sequence[str]) -> int:

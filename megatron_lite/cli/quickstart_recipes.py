@@ -55,4 +55,27 @@ RECIPES: dict[str, Recipe] = {
         samples=(("--prompt", "def main(", *_SAMPLING), ("--prompt", "", *_SAMPLING)),
         more=("--prompt", "def "),
     ),
+    "bert": Recipe(
+        family="bert",
+        vocab_size=8000,
+        tokenizer_type="BertWordPieceCase",
+        tokenizer_file="vocab.txt",
+        tokenizer_flag="--vocab-file",
+        unit="sentence",
+        train_tokenizer=("--model-type", "wordpiece", "--cased"),
+        # Of source code a line is what a sentence is of a text.
+        preprocessing=(("--split-sentences", "--sentence-splitter", "lines"), ("--split-sentences",)),
+        samples=(
+            (
+                "--prompt",
+                "def [MASK](self):",
+                "import [MASK]",
+                "for i in [MASK](10):",
+                "return [MASK]",
+                "if x is [MASK]:",
+            ),
+            ("--prompt", "The [MASK] of the [MASK]."),
+        ),
+        more=("--prompt", "import [MASK]"),
+    ),
 }

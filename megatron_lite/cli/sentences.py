@@ -2,6 +2,7 @@
 
     punkt       nltk's, with its data of the language installed: what Megatron-LM uses
     sentencex   rules for some 300 languages, in one package without data of its own to fetch
+    lines       every line is one: source code, verse, text with a sentence a line
 
 `auto` takes punkt where nltk and the data are there, else sentencex; the choice is printed, and a run that goes on
 where another one stopped must have the same. Neither is downloaded.
@@ -17,7 +18,7 @@ from megatron_lite.cli.jsonl import BadLine
 from megatron_lite.cli.optional import installed
 from megatron_lite.errors import ConfigError
 
-SPLITTERS = ("auto", "punkt", "sentencex")
+SPLITTERS = ("auto", "punkt", "sentencex", "lines")
 
 # The languages that punkt knows, by the names of its data, with the codes that sentencex knows them by.
 _CODES = {
@@ -65,6 +66,10 @@ class SentenceSplitter:
         self.keep_newlines = keep_newlines
         name, code = names.get(lang.lower(), lang.lower()), _CODES.get(lang.lower(), lang.lower())
         missing = []
+        if kind == "lines":
+            self._spans: Callable[[str], Iterator[tuple[int, int]]] = _lines
+            self.name = "lines"
+            return
         for candidate in ("punkt", "sentencex") if kind == "auto" else (kind,):
             try:
                 self._spans, self.name = (
@@ -92,6 +97,13 @@ class SentenceSplitter:
                 if sentence and not sentence.isspace():
                     sentences.append(sentence)
         return sentences
+
+
+def _lines(text: str) -> Iterator[tuple[int, int]]:
+    end = 0
+    for line in text.splitlines(keepends=True):
+        yield end, end + len(line.rstrip())
+        end += len(line)
 
 
 class _Missing(Exception):

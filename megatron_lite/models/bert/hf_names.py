@@ -128,7 +128,6 @@ MEGATRON_BERT_ROWS = (
     *_HEADS,
 )
 
-_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _SETTINGS = (
     Setting("num_hidden_layers", "--num-layers", "num_layers", 12),
     Setting("hidden_size", "--hidden-size", "hidden_size", 768),
@@ -144,13 +143,7 @@ _SETTINGS = (
 
 def _read(config: Config) -> Iterator[object]:
     yield from ("--seq-length", config.get("max_position_embeddings", 512))
-    act = config.get("hidden_act", "gelu")
-    if act in _TANH:
-        yield "--openai-gelu"
-    elif act == "gelu":
-        yield "--no-bias-gelu-fusion"  # whose kernels take the tanh form
-    else:
-        raise refuse(f"config.json has hidden_act = {act!r}", f"GELU is understood: gelu, {', '.join(_TANH)}")
+    yield "--no-bias-gelu-fusion"  # whose kernels take the tanh form
     kinds = config.get("architectures") or ["BertForPreTraining"]
     kind = str(kinds[0])
     if kind.endswith("ForMaskedLM"):
@@ -178,9 +171,14 @@ def _note(config: Config) -> str:
 def _write(args: Args, sizes: Sizes) -> dict[str, Any]:
     if sizes.groups != sizes.heads or sizes.heads * sizes.head != sizes.hidden:
         raise refuse(f"{sizes.groups} key/value heads of {sizes.head} channels", "BERT has hidden / heads, ungrouped")
-    tanh = args["openai_gelu"] or args["bias_gelu_fusion"]
+    if args["openai_gelu"] or args["bias_gelu_fusion"]:
+        raise refuse(
+            "GELU in its tanh form in the layers (--bias-gelu-fusion is the default), and exact in the masks' head",
+            "theirs have one form for both",
+            "a model trained with --no-bias-gelu-fusion",
+        )
     return {
-        "hidden_act": "gelu_new" if tanh else "gelu",
+        "hidden_act": "gelu",
         "type_vocab_size": 2 if args["bert_binary_head"] else 1,
         "position_embedding_type": "absolute",
     }
@@ -209,7 +207,13 @@ def _family(model_type: str, prefix: str, rows: Sequence[Row], post: bool) -> Fa
         read=_read,
         note=_note,
         write=_write,
-        demands={"position_embedding_type": ("absolute",), "is_decoder": (False,), "add_cross_attention": (False,)},
+        # The head of the masks has the exact form of GELU, and theirs the same as the layers.
+        demands={
+            "hidden_act": ("gelu",),
+            "position_embedding_type": ("absolute",),
+            "is_decoder": (False,),
+            "add_cross_attention": (False,),
+        },
         tied_by_default=True,
         copies={
             "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
