@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
 	@touch $@
 
-train: $(STAMP)  ## text in, trained GPT out: corpus, tokenizer, training, loss.png, report.html, a sample
+train: $(STAMP)  ## text in, trained model out: corpus, tokenizer, training, loss.png, report.html, a sample
 	$(BIN)/python -m megatron_lite quickstart --model $(MODEL)$(if $(TEXT), --text "$(TEXT)")$(if $(ITERS), --iters $(ITERS))$(if $(RUN), --run "$(RUN)")
 
 test: $(STAMP)  ## the whole test suite

@@ -9,6 +9,8 @@ and of all key heads:
 
 An expert is fm wide, a token goes to K of them and to shared experts of together fs. The router is left out.
 
+BERT's attention counts in full, and its masks' head is one matrix more, h * h.
+
 An encoder has no logits, and its attention counts in full. A decoder behind it has beside its own attention one to the
 encoder: queries and outputs of its T tokens, keys and values of the encoder's T_e, and s * s_e scores a sample.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_lite.training.derived import has_decoder_behind
+from megatron_lite.training.families import family_of
 from megatron_lite.transformer.moe.moe_rules import moe_layers
 
 
@@ -36,7 +39,10 @@ def num_floating_point_operations(args: Namespace, batch_size: int) -> float:
     mlps = (3 if args.swiglu or args.quick_geglu else 2) * h * _inner_widths(args)
     attention = h * (query + 2 * key) + query * h
     logits = h * args.padded_vocab_size
-    return 6 * batch_size * (s * (mlps + layers * attention + logits) + s * s * layers * query)
+    scores = s * s * layers * query
+    if family_of(args) == "bert":
+        logits, scores = logits + h * h, 2 * scores
+    return 6 * batch_size * (s * (mlps + layers * attention + logits) + scores)
 
 
 def _inner_widths(args: Namespace) -> int:

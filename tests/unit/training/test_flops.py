@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_lite.models.bert import BertModel, get_bert_layer_local_spec
 from megatron_lite.models.T5 import (
     T5Model,
     get_t5_decoder_with_local_block_spec,
@@ -129,3 +130,34 @@ def test_operations_of_an_encoder_and_a_decoder_equal_those_that_torch_counts():
     )
     hidden_half = 5 * 2 * behind * t * t * h  # of the scores and of their products with values, two operations each
     assert num_floating_point_operations(args, 5) == 3 * (counter.get_total_flops() - hidden_half)
+
+
+def test_operations_of_bert_equal_those_that_torch_counts():
+    """Attention to both sides in full, and the matrix between the encoder and the vocabulary."""
+    layers, h, heads, s, vocabulary = 3, 32, 4, 24, 64
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=h, num_attention_heads=heads, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    with torch.device("meta"):
+        model = BertModel(
+            config, 0, get_bert_layer_local_spec(), vocabulary, s, True, True, False, True, True, add_binary_head=False
+        )
+        tokens = torch.zeros(5, s, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, torch.ones_like(tokens))
+    args = Namespace(
+        model_family="bert",
+        num_layers=layers,
+        hidden_size=h,
+        ffn_hidden_size=4 * h,
+        num_attention_heads=heads,
+        group_query_attention=False,
+        kv_channels=h // heads,
+        seq_length=s,
+        padded_vocab_size=vocabulary,
+        swiglu=False,
+        quick_geglu=False,
+        num_experts=None,
+        moe_layer_freq=1,
+    )
+    assert num_floating_point_operations(args, 5) == 3 * counter.get_total_flops()
