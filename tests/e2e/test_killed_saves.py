@@ -13,12 +13,15 @@ from multiprocessing import connection, get_context
 import pytest
 
 from megatron_lite.checkpointing import folders
-from tests.e2e.launch import ROOT, TINY
+from tests.e2e.launch import TINY
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("MEGATRON_LITE_KILLS", "4"))
+KILLS = int(os.environ.get("MEGATRON_LITE_KILLS", "2"))
 ASYNC = ["--async-save", "--use-persistent-ckpt-worker"]
+# 1.6 million parameters, 20 MB a save: half of a step's time and more is saving
+FLAGS = [*TINY, *"--hidden-size 256 --hidden-dropout 0.1 --save-interval 1 --save-keep-last 2".split()]
+FLAGS += ["--train-iters", str(8 + 2 * KILLS)]
 
 
 def _train(words, log):
@@ -47,39 +50,32 @@ def _losses(save):
     return found
 
 
-@pytest.mark.parametrize("more", [[], ASYNC], ids=["sync", "async"])
-def test_killed_at_random_moments_the_run_ends_as_if_nothing_had_happened(tmp_path, more, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.syspath_prepend(str(ROOT))
+def _begin(save, log, *more):
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "megatron_lite.training.training"])
-    # 1.6 M parameters, 20 MB a save: on two cores half of a step's time and more is saving
-    flags = [
-        *TINY,
-        "--hidden-size",
-        256,
-        "--hidden-dropout",
-        0.1,
-        "--train-iters",
-        12 + 2 * KILLS,
-        "--save-interval",
-        1,
-    ]
-    flags += ["--data-cache-path", tmp_path / "cache", "--save-keep-last", 2]
+    cache = save.parent / "cache"
+    words = [*FLAGS, "--save", save, "--load", save, "--data-cache-path", cache, *more]
+    process = context.Process(target=_train, args=(words, log))
+    process.start()
+    return process
 
-    def begin(save, log):
-        process = context.Process(target=_train, args=([*flags, *more, "--save", save, "--load", save], log))
-        process.start()
-        return process
 
-    whole, save, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
-    process = begin(whole, tmp_path / "whole.log")
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The losses of the run that nobody kills."""
+    save = tmp_path_factory.mktemp("whole") / "save"
+    process = _begin(save, save.parent / "log")
     process.join()
-    assert process.exitcode == 0
+    assert process.exitcode == 0, (save.parent / "log").read_text()[-3000:]
+    return _losses(save)
 
+
+@pytest.mark.parametrize("more", [[], ASYNC], ids=["sync", "async"])
+def test_killed_at_random_moments_the_run_ends_as_if_nothing_had_happened(tmp_path, more, expected):
+    save, log = tmp_path / "killed", tmp_path / "log"
     numbers, reached, seen = random.Random(os.environ.get("MEGATRON_LITE_SEED", "7")), 0, set()
     for _ in range(KILLS):
-        process = begin(save, log)
+        process = _begin(save, log, *more)
         start = time.monotonic()
         while folders.read_tracker(save) in (None, reached):  # its first save of its own
             assert process.is_alive(), log.read_text()[-3000:]
@@ -95,11 +91,12 @@ def test_killed_at_random_moments_the_run_ends_as_if_nothing_had_happened(tmp_pa
         assert not folders.damaged_files(folders.find(save, tracked), manifest["files"], manifest)
         assert tracked > reached
         reached = tracked
-    process = begin(save, log)
+    process = _begin(save, log, *more)
     process.join()
     assert process.exitcode == 0, log.read_text()[-3000:]
     assert log.read_text().count("successfully loaded checkpoint") == KILLS
     assert not [path for path in save.iterdir() if path.name.startswith(".iter")]  # rubbish of kills is gone
-    losses, expected = _losses(save), _losses(whole)
-    assert losses == expected and len(expected) == 12 + 2 * KILLS and all(len(of) == 1 for of in expected.values())
+    assert (
+        _losses(save) == expected and len(expected) == 8 + 2 * KILLS and all(len(of) == 1 for of in expected.values())
+    )
     print(f"{KILLS} kills, of which some left {sorted(seen)}")

@@ -16,19 +16,23 @@ import pytest
 import torch
 
 from megatron_lite.checkpointing import folders, sharded
-from megatron_lite.checkpointing.checkpoint import Content, read_common, write_checkpoint
+from megatron_lite.checkpointing.async_save import AsyncSaver
+from megatron_lite.checkpointing.checkpoint import Content, HowToWrite, read_common, write_checkpoint
 from megatron_lite.sharding import whole
 
+KILLS = int(os.environ.get("MEGATRON_LITE_KILLS", "12"))
 _FORK = multiprocessing.get_context("fork")
 _STEPS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
 
 
-def _save(root, iteration, salt=0, size=64):
+def _content(iteration, salt=0, size=64):
     value = torch.full((size,), float(iteration + salt))
     tensors = {key: (value, whole(key, (size,))) for key in ("w", "m")}
-    common = {"iteration": iteration, "salt": salt}
-    content = Content(tensors=tensors, objects={"rng": {"i": iteration}}, common=common)
-    write_checkpoint(root, iteration, content, None)
+    return Content(tensors=tensors, objects={"rng": {"i": iteration}}, common={"iteration": iteration, "salt": salt})
+
+
+def _save(root, iteration, salt=0, size=64):
+    write_checkpoint(root, iteration, _content(iteration, salt, size), None)
 
 
 def _check(root, size=64):
@@ -119,23 +123,28 @@ def test_the_first_save_killed_before_any_step_leaves_nothing_or_a_complete_chec
     assert found == {(None, ()), (None, (10,)), (10, (10,))}
 
 
-def _save_for_ever(root, begin, pipe, size):
+def _save_for_ever(root, begin, pipe, size, beside):
+    saver = AsyncSaver(None, None, HowToWrite(plans={}), persistent=beside == "one writer") if beside else None
     pipe.send("go")
     while True:
-        _save(root, begin, size=size)
+        if saver is None:
+            _save(root, begin, size=size)
+        else:
+            saver.start(root, begin, _content(begin, size=size))
         folders.prune(root, every=50)
         begin += 1
 
 
-def test_saves_killed_at_random_moments_always_go_on_from_a_complete_checkpoint(tmp_path):
-    """Twelve kills of one run that saves without a pause; tensors of 1 MB, so that kills also fall into writes."""
+@pytest.mark.parametrize("beside", ["", "one writer", "a writer each"])
+def test_saves_killed_at_random_moments_always_go_on_from_a_complete_checkpoint(tmp_path, beside):
+    """Kills of one run that saves without a pause; tensors of 1 MB, so that kills also fall into writes."""
     size, numbers, last = 2**18, random.Random(7), 0
     start = time.monotonic()
     _save(tmp_path, 0, size=size)
     span = 4 * (time.monotonic() - start)  # a busy machine saves slowly, and some saves must end before the kill
-    for _ in range(12):
+    for _ in range(KILLS):
         ours, theirs = _FORK.Pipe()
-        process = _FORK.Process(target=_save_for_ever, args=(tmp_path, last + 1, theirs, size), daemon=True)
+        process = _FORK.Process(target=_save_for_ever, args=(tmp_path, last + 1, theirs, size, beside), daemon=True)
         process.start()
         assert ours.recv() == "go"
         connection.wait([process.sentinel], numbers.uniform(0.0, span))
