@@ -18,12 +18,13 @@ from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron_lite.training.data_loading import build_train_valid_test_data_iterators
+from megatron_lite.training.families import defaults_of
 from megatron_lite.training.model_setup import setup_model_and_optimizer
 from megatron_lite.training.record import _forget_run, load_script
 from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import train_step
 from megatron_lite.training.training import start
-from tests.distributed.layouts import SCRIPT
+from tests.distributed.layouts import MODELS, Layout
 
 
 @dataclass
@@ -36,23 +37,27 @@ class Seen:
     said: str = ""
 
 
-def train(words: list[str], steps: int, *, save_after: int | None = None) -> Seen:
-    """One rank's part of a run: `--load` if it is among the words, then so many steps, with a save (`--save`) amid."""
+def train(layout: Layout, words: list[str], steps: int, *, save_after: int | None = None) -> Seen:
+    """One rank's part of a run, in a world of `layout.world_size`: loads if `--load` is among the words, then takes so
+    many steps, with a save (`--save`) amid."""
+    model = MODELS[layout.model]
+    args = parse_args(layout.words() + words, args_defaults=defaults_of(model.family))
     seen, out = Seen(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            _train(parse_args(words), steps, save_after, seen)
+            _train(args, load_script(model.script), steps, save_after, seen)
     finally:
         _forget_run()
     seen.said = out.getvalue()
     return seen
 
 
-def _train(args: Any, steps: int, save_after: int | None, seen: Seen) -> None:
+def _train(args: Any, script: Any, steps: int, save_after: int | None, seen: Seen) -> None:
     validate_args(args, rank_and_world_size()[1])
     start(args)
-    groups, script = ProcessGroupCollection.use_mpu_process_groups(), load_script(SCRIPT)
-    run = setup_model_and_optimizer(script.model_provider, ModelType.encoder_or_decoder, args, groups)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model_type = getattr(script, "MODEL_TYPE", ModelType.encoder_or_decoder)
+    run = setup_model_and_optimizer(script.model_provider, model_type, args, groups)
     model, optimizer, scheduler = run
     assert optimizer is not None and scheduler is not None
     args.iteration, args.num_floating_point_operations_so_far = 0, 0.0

@@ -47,19 +47,19 @@ def saved(world, tmp_path_factory):
         if name not in done:
             root = tmp_path_factory.mktemp(name)
             layout = replace(LAYOUTS[name], flags=_MORE)
-            seen = world(layout.world_size).run(train_and_save, layout.words() + folder_words(save=root))
+            seen = world(layout.world_size).run(train_and_save, layout, folder_words(save=root))
             done[name] = root, losses_of(seen)[STEPS:]
         return done[name]
 
     return save
 
 
-def train_and_save(words):
-    return train(words, 2 * STEPS, save_after=STEPS)
+def train_and_save(layout, words):
+    return train(layout, words, 2 * STEPS, save_after=STEPS)
 
 
-def go_on(words):
-    return train(words, STEPS)
+def go_on(layout, words):
+    return train(layout, words, STEPS)
 
 
 @pytest.mark.parametrize("saving, loading", PAIRS)
@@ -67,7 +67,7 @@ def test_C116_the_next_losses_do_not_know_of_the_change(world, saved, saving, lo
     """C116: moments that do not follow their weights, or a part read from the wrong place, show in the second loss."""
     root, expected = saved(saving)
     layout = replace(LAYOUTS[loading], flags=_MORE)
-    ranks = world(layout.world_size).run(go_on, layout.words() + folder_words(load=root))
+    ranks = world(layout.world_size).run(go_on, layout, folder_words(load=root))
     assert {seen.iteration for seen in ranks} == {STEPS}
     losses = losses_of(ranks)
     if saving == loading:

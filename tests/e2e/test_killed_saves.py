@@ -33,7 +33,7 @@ def _train(words, log):
     from megatron_lite.training.training import run, start
 
     with open(log, "a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        args = read_arguments(argv=[str(word) for word in words])
+        args = read_arguments(argv=[str(word) for word in words], args_defaults=pretrain_gpt.ARGS_DEFAULTS)
         start(args)
         providers = (pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider)
         run(args, *providers, ModelType.encoder_or_decoder, pretrain_gpt.forward_step)
