@@ -10,7 +10,8 @@ arguments of a run: they are handed in as values.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +19,13 @@ from typing import Any, TypeVar
 from torch.distributed import ProcessGroup
 
 from megatron_lite.checkpointing import folders, sharded
+from megatron_lite.checkpointing.dcp_files import shares
 from megatron_lite.checkpointing.folders import Which
 from megatron_lite.checkpointing.plain_values import from_bytes, to_bytes, to_json
 from megatron_lite.checkpointing.sharded import Boxes, Planned, Tensors
-from megatron_lite.collectives import all_gather_object, broadcast_object, group_rank
+from megatron_lite.collectives import all_gather_object, broadcast, broadcast_object, group_rank
 from megatron_lite.errors import CheckpointError
+from megatron_lite.sharding import ShardSpec
 
 COMMON, ARGS = "common.pt", "args.json"
 T = TypeVar("T")
@@ -51,12 +54,14 @@ class HowToWrite:
     """What changes how a checkpoint is written and not what is in it.
 
     files: of a rank, written at the same time. spread: replicas are shared among the ranks that hold them; otherwise
-    the first of them writes. plans: what earlier saves have agreed on, which holds for all saves to come, by whether
-    they are a release; None: each save agrees anew.
+    the first of them writes. partial: the tensors need not be covered, since others keep the rest elsewhere.
+    plans: what earlier saves have agreed on, which holds for all saves to come, by whether they are a release; None:
+    each save agrees anew.
     """
 
     files: int = 1
     spread: bool = True
+    partial: bool = False
     plans: dict[bool, Planned] | None = None
 
     def known(self, which: Which) -> Planned | None:
@@ -85,6 +90,7 @@ def write_checkpoint(
             group,
             files=how.files,
             spread=how.spread,
+            partial=how.partial,
             known=how.known(which),
         )
         how.keep(which, planned)
@@ -140,25 +146,93 @@ def read_args(folder: Path) -> dict[str, Any]:
     return args
 
 
+@dataclass(kw_only=True)
+class HowToRead:
+    """What changes how tensors are found and read.
+
+    read: `sharded.read`, or the like for another program's folder. allow_missing, allow_unexpected: see there.
+    check_cover: the ranks' boxes together must cover each tensor. shared: ranks of which those that want the same read
+    a part each, and send it to the others; None: every rank reads what it needs.
+    """
+
+    read: Callable[..., tuple[list[str], list[str]]] = sharded.read
+    allow_missing: bool = False
+    allow_unexpected: bool = False
+    check_cover: bool = True
+    shared: ProcessGroup | None = None
+
+
 def read_tensors(
     folder: Path,
     tensors: Tensors,
     group: ProcessGroup | None,
     *,
     expected: Callable[[str], bool] = lambda key: True,
-    strict: bool = True,
     padded: Callable[[str], bool] = lambda key: False,
-) -> list[str]:
+    how: HowToRead | None = None,
+) -> tuple[list[str], list[str]]:
     """`sharded.read` on every rank of `group`, which knows what the other ranks ask for and fails on all or none."""
+    how = how or HowToRead()
     names: set[str] = set()
     if group is not None:
-        names = names.union(*all_gather_object(sorted(tensors), group, purpose="checkpoint names"))
-    return together(
-        lambda: sharded.read(
-            folder, tensors, expected=expected, strict=strict, requested_elsewhere=names, padded=padded
+        asked = {key: spec for key, (_, spec) in tensors.items()} if how.check_cover else dict.fromkeys(tensors)
+        by_rank = all_gather_object(asked, group, purpose="checkpoint names")
+        names = names.union(*by_rank)
+        if how.check_cover:
+            _check_cover(by_rank)
+    theirs = _read_by_others(tensors, how.shared)
+    mine = {
+        key: part for key, part in tensors.items() if theirs.get(key, group_rank(how.shared)) == group_rank(how.shared)
+    }
+    left = together(
+        lambda: how.read(
+            folder,
+            mine,
+            expected=expected,
+            allow_missing=how.allow_missing,
+            allow_unexpected=how.allow_unexpected,
+            requested_elsewhere=names | tensors.keys(),
+            padded=padded,
         ),
         group,
     )
+    for key, reader in theirs.items():
+        part = tensors[key][0].detach()
+        sent = part.contiguous()
+        broadcast(sent, how.shared, source=reader, purpose="checkpoint parts")
+        if sent is not part:
+            part.copy_(sent)
+    return left
+
+
+def _read_by_others(tensors: Tensors, shared: ProcessGroup | None) -> dict[str, int]:
+    """Who of `shared` reads a tensor that all of them want alike, by key; about the same bytes for each."""
+    if shared is None:
+        return {}
+    facts = {key: (tensor.dtype, spec) for key, (tensor, spec) in tensors.items()}
+    everyone = all_gather_object(facts, shared, purpose="checkpoint parts")
+    common = sorted(key for key in facts if all(other.get(key) == facts[key] for other in everyone))
+    dealt = shares([tensors[key][0].nbytes for key in common], len(everyone))
+    return {common[place]: reader for reader, places in enumerate(dealt) for place in places}
+
+
+def _check_cover(by_rank: Sequence[Mapping[str, ShardSpec]]) -> None:
+    """Raises: CheckpointError naming a tensor of which the ranks together want less, or more, than there is."""
+    boxes: dict[str, dict[tuple[int, ...], int]] = {}
+    sizes: dict[str, int] = {}
+    for rank in by_rank:
+        for key, spec in rank.items():
+            sizes[key] = math.prod(spec.global_shape)
+            for piece in spec.pieces:
+                boxes.setdefault(key, {})[piece.global_offset] = math.prod(piece.shape)
+    for key, size in sizes.items():
+        found = sum(boxes.get(key, {}).values())
+        if found != size:
+            raise CheckpointError(
+                f"the ranks' parts of {key} have {found} elements of {size}",
+                why="its description of who holds what has a gap or an overlap",
+                fix="mend the shard description, or --no-ckpt-load-validate-sharding-integrity to load all the same",
+            )
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------

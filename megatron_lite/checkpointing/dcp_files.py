@@ -192,6 +192,10 @@ _INDEX_CLASSES = {
     )
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(  # Megatron keeps its plans there too: they are tables of numbers
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    ),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -155,12 +156,14 @@ def plan(
     group: ProcessGroup | None,
     *,
     spread: bool = True,
+    partial: bool = False,
     known: Planned | None = None,
 ) -> tuple[SavePlan, SavePlanner, Planned]:
     """Agree with all ranks of `group` on who writes what; collective. See `write` for the arguments.
 
     Args:
         spread: share what several ranks hold among them; otherwise the first of them writes it.
+        partial: the boxes need not cover the tensors.
         known: of an earlier save with the same tensors and objects: there is nothing to agree on then.
     Returns: this rank's plan; who resolves its items; what to keep for a later save.
     Raises: CheckpointError, the same on every rank; also when the structure is not that of `known`.
@@ -168,6 +171,7 @@ def plan(
     state: dict[str, Any] = {key: _boxes(tensors[key]) for key in sorted(tensors)}
     state |= objects
     planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=not spread)
+    planner.partial = partial
     ranks = _DistWrapper(group, group is not None, 0)
     metadata: Metadata | None = None if known is None else known.metadata
 
@@ -206,6 +210,7 @@ def write(
     *,
     files: int = 1,
     spread: bool = True,
+    partial: bool = False,
     known: Planned | None = None,
 ) -> tuple[dict[str, str], Planned]:
     """Write this rank's boxes and objects to the (new, shared) `folder`; collective over `group`.
@@ -216,13 +221,13 @@ def write(
         objects: plain values (see plain_values.py) under keys that no other rank uses.
         group: the ranks that save; None: this one alone, no process group needed.
         files: of a rank, written at the same time.
-        spread, known: see `plan`.
+        spread, partial, known: see `plan`.
     Returns: on rank 0, the checksum of every file of tensors, taken from the bytes on their way to the disk; and what
         was agreed on.
     Raises: CheckpointError, the same on every rank.
     """
     writer = Writer(folder, files)
-    final, planner, planned = plan(writer, tensors, objects, group, spread=spread, known=known)
+    final, planner, planned = plan(writer, tensors, objects, group, spread=spread, partial=partial, known=known)
     ranks = _DistWrapper(group, group is not None, 0)
 
     def finish(results: list[list[WriteResult]]) -> None:
@@ -237,10 +242,11 @@ def write(
 class SavePlanner(DefaultSavePlanner):
     """Plans `Boxes` and plain objects, and lets nothing pass that could not be loaded again.
 
-    `local`: what this rank would write if it were alone.
+    `local`: what this rank would write if it were alone. `partial`: others keep the rest elsewhere.
     """
 
     local: SavePlan
+    partial = False
 
     def create_local_plan(self) -> SavePlan:
         items: list[WriteItem] = []
@@ -254,6 +260,8 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         _check_agreement(item for plan in all_plans for item in plan.items)
+        if self.partial:
+            return create_default_global_save_plan(all_plans)
         plans, metadata = super().create_global_plan(all_plans)  # replicas once, spread by size; no overlaps
         for key, saved in metadata.state_dict_metadata.items():
             if isinstance(saved, TensorStorageMetadata):
@@ -289,23 +297,25 @@ def read(
     tensors: Tensors,
     *,
     expected: Callable[[str], bool] = lambda key: True,
-    strict: bool = True,
+    allow_missing: bool = False,
+    allow_unexpected: bool = False,
     requested_elsewhere: Iterable[str] = (),
     padded: Callable[[str], bool] = lambda key: False,
     reader: Reader | None = None,
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Fill this rank's tensors in place; only the boxes that overlap them are read. Not collective.
 
     Values are cast to the dtype of the given tensor (floats to floats, integers to integers).
 
     Args:
         expected: keys of the checkpoint that some rank should ask for. One that nobody asks for is an error.
-        strict: False: missing keys keep their values, unexpected ones are left, both are returned.
+        allow_missing: tensors that the checkpoint lacks keep their values.
+        allow_unexpected: tensors that nobody asks for are left.
         requested_elsewhere: keys that other ranks ask for.
         padded: keys whose last rows are padding: they may have more or fewer rows in the checkpoint. Rows of both are
             read, further ones of ours become zero.
         reader: of this folder, kept by who reads it tensor by tensor.
-    Returns: without `strict`, the keys that did not match.
+    Returns: the keys that only the run has, and those that only the checkpoint has.
     Raises: CheckpointError naming all missing, unexpected and differently shaped tensors, before anything is changed.
     """
     reader = reader or Reader(folder)
@@ -323,7 +333,7 @@ def read(
         elif tuple(there.size) != tuple(spec.global_shape) or _kind(there.properties.dtype) != _kind(tensor.dtype):
             here = SavedTensor(tuple(spec.global_shape), tensor.dtype)
             shapes[key] = (SavedTensor(tuple(there.size), there.properties.dtype), here)
-    if shapes or (strict and (missing or unexpected)):
+    if shapes or (missing and not allow_missing) or (unexpected and not allow_unexpected):
         raise describe_mismatch(folder, missing, unexpected, {key: _both(*pair) for key, pair in shapes.items()})
     wanted = {
         key: Boxes(tensors[key][0], _rows_below(recut[key], tensors[key][1]) if key in recut else tensors[key][1])
@@ -334,7 +344,7 @@ def read(
         tensors[key][0].detach().zero_()
     with _one_error(f"load {folder}"):
         dcp.load(wanted, storage_reader=reader, planner=_LoadPlanner(False, False), no_dist=True)
-    return missing + unexpected
+    return missing, unexpected
 
 
 def _rows_below(rows: int, spec: ShardSpec) -> ShardSpec:

@@ -125,6 +125,19 @@ _TAKEN = (
     "null_tokenizer_pad_id",
     "make_vocab_size_divisible_by",
 )
+# With --use-mp-args-from-checkpoint-args.
+_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+# Without --no-use-tokenizer-model-from-checkpoint-args.
+_TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 # None is a value of these, not the lack of one.
 _OPTIONAL = {
     "window_size",
@@ -158,13 +171,18 @@ def args_to_save(args: Namespace) -> dict[str, Any]:
     }
 
 
-def take_args(args: Namespace, saved: dict[str, Any]) -> None:
+def take_args(args: Namespace, saved: dict[str, Any], *, parallel: bool = False, tokenizer: bool = True) -> None:
     """`--use-checkpoint-args`: the model's arguments as the checkpoint has them. What was typed wins.
+
+    Args:
+        parallel: the sizes of parallelism too.
+        tokenizer: the tokenizer's files too.
 
     Prints one line for each value that changes, for each typed one that differs, and for each that the file lacks.
     """
-    for name in _TAKEN:
-        if not hasattr(args, name):
+    taken = [*_TAKEN, *(_PARALLEL if parallel else ())]
+    for name in taken:
+        if not hasattr(args, name) or (name in _TOKENIZER_FILES and not tokenizer):
             continue
         if name not in saved:
             print_rank_0(f"Checkpoint did not provide arguments {name}")
@@ -193,7 +211,7 @@ def check_args(args: Namespace, saved: dict[str, Any], folder: object, *, finetu
     """
     names = [*MODEL_ARGUMENTS, *(() if finetune else _VOCABULARY)]
     if not finetune and has_vocabulary_of(args, saved):  # the padding is cut anew
-        names.remove("padded_vocab_size")
+        names = [name for name in names if name not in ("padded_vocab_size", "make_vocab_size_divisible_by")]
     if getattr(args, "position_embedding_type", None) == "learned_absolute" and not finetune:
         names.append("max_position_embeddings")
     if not getattr(args, "group_query_attention", True):

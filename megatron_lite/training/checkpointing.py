@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron_lite import collectives
-from megatron_lite.checkpointing import folders
+from megatron_lite.checkpointing import folders, sharded
 from megatron_lite.checkpointing.async_save import AsyncSaver, Outcome
 from megatron_lite.checkpointing.checkpoint import (
     Content,
+    HowToRead,
     HowToWrite,
     merge,
     on_rank_0,
@@ -33,22 +33,38 @@ from megatron_lite.checkpointing.checkpoint import (
     write_checkpoint,
 )
 from megatron_lite.checkpointing.folders import Which
+from megatron_lite.checkpointing.huggingface import TOKENIZER_FILES
+from megatron_lite.checkpointing.megatron_dist import is_megatron_dist
+from megatron_lite.checkpointing.megatron_dist import read as read_megatron_dist
+from megatron_lite.checkpointing.megatron_dist import read_common as read_megatron_common
 from megatron_lite.checkpointing.sharded import read_object, saved_objects
 from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.distributed import whole_parameters
 from megatron_lite.errors import CheckpointError
-from megatron_lite.log import print_rank_0, say, warn_rank_0
+from megatron_lite.log import print_rank_0, say
 from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.sharding import ShardSpec, whole
 from megatron_lite.training.checkpoint_args import args_to_save, check_args, has_vocabulary_of, take_args
+from megatron_lite.training.checkpoint_search import find_checkpoint, find_local, local_root, rolling_root
 from megatron_lite.training.global_vars import get_args
 from megatron_lite.training.progress_file import append_progress, saved_message
 from megatron_lite.training.rng_state import find_state, get_rng_state, layout_of, set_rng_state, state_name
 
 CHECKPOINT_VERSION = 3.0  # Megatron's number for this set of contents
 _OPTIMIZER = "optimizer."
+_MAIN_PARAMS = "optimizer.state.param."
+# --dist-ckpt-strictness -> is a tensor that only the run has (Megatron: unexpected) no error, and one that only the
+# checkpoint has (missing); and are they said. Nothing is left out in silence by default.
+_STRICTNESS = {
+    "assume_ok_unexpected": (False, False, False, False),
+    "raise_all": (False, False, False, False),
+    "raise_unexpected": (False, True, False, True),
+    "log_unexpected": (True, True, True, False),
+    "log_all": (True, True, True, True),
+    "ignore_all": (True, True, False, False),
+}
 
 Model = nn.Module | Sequence[nn.Module]
 
@@ -64,9 +80,10 @@ def save_checkpoint(
     num_floating_point_operations_so_far: float,
     *,
     release: bool = False,
-    root: Path | None = None,
+    root: str | Path | None = None,
     how: HowToWrite | None = None,
     beside: AsyncSaver | None = None,
+    rolling: bool = False,
 ) -> Outcome | None:
     """Save everything that a resume needs under `--save`; collective over all ranks.
 
@@ -75,12 +92,15 @@ def save_checkpoint(
         release: a published model: weights alone, in the folder `release`.
         root: another folder than `--save`.
         how: None: as the flags say.
+        rolling: the checkpoint that --non-persistent-save-interval asks for, which replaces the one before.
         beside: writes while the training goes on; the checkpoint is complete when its `poll` or `wait` says so.
     Returns: the outcome of the save before, where `beside` was still at it.
     Raises: CheckpointError, on every rank; older checkpoints and the tracker are then as before.
     """
     args, group, groups = get_args(), collectives.world(), ProcessGroupCollection.use_mpu_process_groups()
-    root = Path(args.save) if root is None else root
+    root, local = Path(root or args.save), rolling and args.non_persistent_ckpt_type == "local"
+    if rolling:
+        root = local_root(args, group_rank(group)) if local else rolling_root(args, root)
     which: Which = "release" if release else iteration
     print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {root} in {args.ckpt_format} format")
     tensors = [model_tensors(model)]
@@ -107,6 +127,7 @@ def save_checkpoint(
         objects=objects,
         common=common,
         args=args_to_save(args),
+        files=tokenizer_assets(args) if args.save_tokenizer_assets and group_rank(group) == 0 else {},
         description={"layout": layout_of(groups), "world_size": group_size(group)},
     )
     said = f"  successfully saved checkpoint from iteration {iteration:7d} to {root} {_place(groups)}"
@@ -114,8 +135,17 @@ def save_checkpoint(
 
     def done() -> list[str]:
         append_progress(args, progress)
-        return [said, *_prune(root, args)]
+        return [
+            said,
+            *(_prune(root, None, 1) if rolling else _prune(root, args.save_retain_interval, args.save_keep_last)),
+        ]
 
+    if local:  # each rank its own; the one before goes when all ranks have the new one
+        whole = HowToWrite(files=args.dist_ckpt_workers, partial=True)
+        together(lambda: write_checkpoint(root, which, content, None, whole), group)
+        folders.prune(root, newest=1)
+        print_rank_0(said)
+        return None
     if beside is not None:
         return beside.start(root, which, content, done)
     write_checkpoint(root, which, content, group, how or how_to_write(args))
@@ -125,12 +155,20 @@ def save_checkpoint(
     return None
 
 
-def _prune(root: Path, args: Namespace) -> list[str]:
+def tokenizer_assets(args: Namespace) -> dict[str, bytes]:
+    """The files of the tokenizer, below `tokenizer/`: with them a checkpoint can be used by itself."""
+    named = [Path(name) for name in (args.tokenizer_model, args.vocab_file, args.merge_file) if name]
+    paths = [path / name for path in named if path.is_dir() for name in TOKENIZER_FILES]
+    paths += [path for path in named if not path.is_dir()]
+    return {f"tokenizer/{path.name}": path.read_bytes() for path in paths if path.is_file()}
+
+
+def _prune(root: Path, every: int | None, newest: int | None) -> list[str]:
     """Delete superseded checkpoints; one that cannot be deleted costs nothing but space. Returns: lines that say so."""
-    if not args.save_retain_interval and not args.save_keep_last:
+    if not every and not newest:
         return []
     try:
-        deleted, links = folders.prune(root, every=args.save_retain_interval, newest=args.save_keep_last)
+        deleted, links = folders.prune(root, every=every, newest=newest)
     except CheckpointError as error:
         return [f"WARNING: an old checkpoint stays on the disk.\n{error}"]
     return [
@@ -149,16 +187,6 @@ def how_to_write(args: Namespace) -> HowToWrite:
 
 
 # -- load --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint to load. `weights_only`: a start from its weights, not the continuation of its run."""
-
-    root: Path
-    which: Which
-    folder: Path
-    weights_only: bool
 
 
 def will_load_checkpoint(args: Namespace) -> bool:
@@ -184,18 +212,29 @@ def load_checkpoint(
     """
     args, group, groups = get_args(), collectives.world(), ProcessGroupCollection.use_mpu_process_groups()
     found = on_rank_0(lambda: find_checkpoint(args, load_arg), group)
+    if args.non_persistent_ckpt_type == "local" and args.ckpt_step is None:
+        facts = {"layout": layout_of(groups), "world_size": group_size(group)}
+        local = find_local(args, facts, group)
+        newest = found.which if found is not None and isinstance(found.which, int) else -1
+        if local is not None and int(local.which) > newest:
+            found = local
     if found is None:
         print_rank_0(f"WARNING: could not find the metadata file {Path(getattr(args, load_arg)) / folders.TRACKER}")
         print_rank_0("    will not load any checkpoints and will start from random")
         return 0, 0
     folder, resume = found.folder, not found.weights_only
-    kind = "release" if found.which == "release" else "distributed"
+    kind = "local" if found.of_rank else "release" if found.which == "release" else "distributed"
     at = "" if found.which == "release" else f" at iteration {found.which}"
     print_rank_0(f" loading {kind} checkpoint from {found.root}{at}")
-    manifest = on_rank_0(lambda: folders.read_manifest(folder), group)
-    if args.verify_integrity:
-        _compare_checksums(folder, manifest, group)
-    common, saved_args = together(lambda: (read_common(folder), read_args(folder)), group)
+    megatrons = on_rank_0(lambda: args.auto_detect_ckpt_format and is_megatron_dist(folder), group)
+    if megatrons:
+        print_rank_0(f"{folder} is Megatron-LM's torch_dist format: its tensors are read under our names")
+        common, saved_args = together(lambda: _common_of_megatron(folder, found.which), group)
+    else:
+        manifest = together(lambda: folders.read_manifest(folder), group)
+        if args.verify_integrity:
+            _compare_checksums(folder, manifest, None if found.of_rank else group)
+        common, saved_args = together(lambda: (read_common(folder), read_args(folder)), group)
     check_args(args, saved_args, folder, finetune=found.weights_only)
 
     tensors = [model_tensors(ddp_model)]
@@ -204,7 +243,9 @@ def load_checkpoint(
         if "optimizer" not in common:
             raise CheckpointError(
                 f"{folder} holds no optimizer state",
-                why="it was saved with --no-save-optim",
+                why="it was saved with --no-save-optim"
+                if not megatrons
+                else "Megatron keeps it under names without a layout only with --dist-ckpt-optim-fully-reshardable",
                 fix="--no-load-optim starts the optimizer afresh; --finetune the whole run",
             )
         assert optimizer is not None
@@ -224,13 +265,28 @@ def load_checkpoint(
     def padded(name: str) -> bool:
         return same_vocabulary and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
 
-    left = read_tensors(folder, merge(tensors), group, expected=expected, strict=strict, padded=padded)
-    if left:
-        print_rank_0(f"tensors that only the run or only the checkpoint has: {', '.join(left)}")
+    main_params = optimizer is not None and args.load_main_params_from_ckpt and not with_optimizer
+    if main_params:
+        assert optimizer is not None
+        mine = optimizer_tensors(optimizer).items()
+        tensors.append({name: part for name, part in mine if name.startswith(_MAIN_PARAMS)})
+    allow_missing, allow_unexpected, say_missing, say_unexpected = _STRICTNESS[args.dist_ckpt_strictness]
+    how = HowToRead(
+        read=read_megatron_dist if megatrons else sharded.read,
+        allow_missing=allow_missing or not strict,
+        allow_unexpected=allow_unexpected or not strict,
+        check_cover=args.ckpt_load_validate_sharding_integrity,
+        shared=groups.dp_cp if args.ckpt_fully_parallel_load and not found.of_rank else None,
+    )
+    missing, unexpected = read_tensors(folder, merge(tensors), group, expected=expected, padded=padded, how=how)
+    if missing and (say_missing or not strict):
+        print_rank_0(f"tensors that only the run has, and keeps as they were: {', '.join(missing)}")
+    if unexpected and (say_unexpected or not strict):
+        print_rank_0(f"tensors that only the checkpoint has, and that are left: {', '.join(unexpected)}")
     if optimizer is not None:
         if with_optimizer:
             optimizer.load_common_state(common["optimizer"])
-        else:
+        elif not main_params:
             optimizer.reload_model_params()
     iteration, operations = 0, 0.0
     if resume:
@@ -238,9 +294,15 @@ def load_checkpoint(
         args.consumed_train_samples = common["consumed_train_samples"]
         args.consumed_valid_samples = common["consumed_valid_samples"]
         args.skipped_train_samples = common["skipped_train_samples"]
+        schedule = dict(common.get("opt_param_scheduler", {}))
+        if args.override_ckpt_iteration is not None:
+            print_rank_0(f"iteration {iteration} of the checkpoint counts as {args.override_ckpt_iteration}")
+            iteration = args.override_ckpt_iteration
+            args.consumed_train_samples, args.skipped_train_samples = iteration * args.global_batch_size, 0
+            schedule["num_steps"] = args.consumed_train_samples
         if opt_param_scheduler is not None and "opt_param_scheduler" in common:
-            opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])
-        if not args.no_load_rng:
+            opt_param_scheduler.load_state_dict(schedule)
+        if not args.no_load_rng and not megatrons:
             _load_rng(folder, common["layout"], groups, group)
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
     print_rank_0(f"  successfully loaded checkpoint from {found.root} {_place(groups)} at iteration {iteration}")
@@ -259,6 +321,17 @@ def _compare_checksums(folder: Path, manifest: dict[str, Any], group: Any) -> No
     together(compare, group)
 
 
+def _common_of_megatron(folder: Path, which: Which) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values and arguments of Megatron's folder, by our names. The optimizer's groups are not ours to take over."""
+    common, args = read_megatron_common(folder)
+    zero = {"iteration": 0 if which == "release" else which, "num_floating_point_operations_so_far": 0.0}
+    counters = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+    values = {**zero, **dict.fromkeys(counters, 0), "checkpoint_version": CHECKPOINT_VERSION}
+    values |= {name: args[name] for name in counters if name in args}
+    known = (*values, "opt_param_scheduler")
+    return values | {name: common[name] for name in known if name in common}, args
+
+
 def load_args_from_checkpoint(args: Namespace, load_arg: str = "load") -> None:
     """`--use-checkpoint-args`, before the model and any process group exist: every rank reads the file itself.
 
@@ -268,62 +341,16 @@ def load_args_from_checkpoint(args: Namespace, load_arg: str = "load") -> None:
     if found is None:
         print_rank_0("Checkpoint not found to provide arguments, using provided arguments.")
         return
-    folders.read_manifest(found.folder)
-    take_args(args, read_args(found.folder))
-
-
-def find_checkpoint(args: Namespace, load_arg: str = "load") -> Found | None:
-    """Which checkpoint the arguments mean. None: a first start, whose `--load` is its `--save` and holds nothing yet.
-
-    Raises: CheckpointError when there is none and the user meant one, with what is there instead.
-    """
-    load: str | None = getattr(args, load_arg)
-    if load is not None:
-        which = _which(Path(load), args.ckpt_step)
-        if which is not None:
-            weights_only = args.finetune or which == "release"
-            return Found(Path(load), which, folders.find(Path(load), which), weights_only)
-    if args.pretrained_checkpoint is not None:
-        root = Path(args.pretrained_checkpoint)
-        which = _which(root, None)
-        if which is None:
-            raise _nothing_in(root, "--pretrained-checkpoint")
-        return Found(root, which, folders.find(root, which), weights_only=True)
-    if load is None:
-        return None
-    same = args.save is not None and Path(args.save).resolve() == Path(load).resolve()
-    if not same or args.exit_on_missing_checkpoint:
-        raise _nothing_in(Path(load), "--" + load_arg.replace("_", "-"))
-    return None
-
-
-def _which(root: Path, ckpt_step: int | None) -> Which | None:
-    if ckpt_step is not None:
-        return ckpt_step
-    tracked = folders.read_tracker(root)
-    if tracked is not None:
-        return tracked
-    complete = folders.complete_iterations(root)
-    if complete:  # killed after the first checkpoint was complete and before the tracker named it
-        warn_rank_0(
-            f"{root} has no {folders.TRACKER}; its newest complete checkpoint is {complete[-1]}, which is loaded"
-        )
-        return complete[-1]
-    return None
-
-
-def _nothing_in(root: Path, flag: str) -> CheckpointError:
-    if (root / folders.MANIFEST).is_file():
-        return CheckpointError(
-            f"{flag} {root} is one checkpoint, not a folder of checkpoints",
-            why=f"the flag names the folder that holds {folders.TRACKER}",
-            fix=f"{flag} {root.parent}, with --ckpt-step for an older one",
-        )
-    state = "does not exist" if not root.exists() else "holds no checkpoint" if root.is_dir() else "is a file"
-    return CheckpointError(
-        f"{flag} {root}: the folder {state}",
-        why="training would start from random weights, which is meant only when --load equals --save",
-        fix=f"correct the path; for a first start leave {flag} out, or let --save name the same folder",
+    if args.auto_detect_ckpt_format and is_megatron_dist(found.folder):
+        saved = read_megatron_common(found.folder)[1]
+    else:
+        folders.read_manifest(found.folder)
+        saved = read_args(found.folder)
+    take_args(
+        args,
+        saved,
+        parallel=args.use_mp_args_from_checkpoint_args,
+        tokenizer=args.use_tokenizer_model_from_checkpoint_args,
     )
 
 

@@ -142,13 +142,32 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         lambda a: bool(a.save),
         "--save FOLDER",
     ),
+    ("--non-persistent-save-interval --no-save-tokenizer-assets", lambda a: bool(a.save), "--save FOLDER"),
+    (
+        "--non-persistent-global-ckpt-dir",
+        lambda a: a.non_persistent_ckpt_type == "global",
+        "--non-persistent-ckpt-type global",
+    ),
+    (
+        "--non-persistent-local-ckpt-dir",
+        lambda a: a.non_persistent_ckpt_type == "local",
+        "--non-persistent-ckpt-type local",
+    ),
+    ("--ckpt-convert-save", lambda a: a.ckpt_convert_format is not None, "--ckpt-convert-format torch_dist"),
+    (
+        "--use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args",
+        lambda a: a.use_checkpoint_args,
+        "--use-checkpoint-args",
+    ),
     (
         "--use-persistent-ckpt-worker --async-ckpt-cpu-priority --async-ckpt-io-priority",
         lambda a: a.async_save,
         "--async-save",
     ),
     (
-        "--no-load-optim --no-load-rng --finetune --verify-integrity",
+        "--no-load-optim --no-load-rng --finetune --verify-integrity --dist-ckpt-strictness --auto-detect-ckpt-format "
+        "--ckpt-fully-parallel-load --no-ckpt-load-validate-sharding-integrity --override-ckpt-iteration "
+        "--load-main-params-from-ckpt",
         lambda a: bool(a.load or a.pretrained_checkpoint),
         "--load FOLDER",
     ),

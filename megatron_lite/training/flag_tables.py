@@ -22,10 +22,6 @@ from megatron_lite.config import KINDS, Flag, destination
 CAPABILITIES = {
     "activation variants": ("this variant of the activation", "--swiglu, --quick-geglu, --squared-relu or plain GELU"),
     "attention variants": ("this variant of attention", "--qk-layernorm, or plain attention"),
-    "checkpoints": (
-        "this checkpoint option",
-        "leave it out: checkpoints are sharded, atomic and read under any layout",
-    ),
     "diagnostics": ("this diagnostic", "--log-throughput, --timing-log-level 2, --log-params-norm, --profile"),
     "fp8": ("FP8", "--bf16"),
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
@@ -57,12 +53,14 @@ NOTICES = {
     "notice:nccl": "NCCL keeps its defaults",
     "notice:no extra groups": "there are no extra CPU groups to leave out",
     "notice:offload": "everything stays on the device",
-    "notice:one format": "there is one format on disk",
     "notice:overlap": "--tp-comm-overlap sends parts between ranks as it is; there are no user buffers to set up",
     "notice:permute": "tokens and their weights are sorted in one pass as it is",
     "notice:profiler": "--profile writes torch.profiler's trace",
     "notice:router": "the router's steps are not fused into one kernel",
+    "notice:broadcast": "parts that other ranks have read are sent by broadcast, which gives the same tensors",
+    "notice:no gather": "the optimizer's state is written without gathering it",
     "notice:one writer": "--async-save has one way to write beside the training",
+    "notice:reshardable": "the optimizer's state can always be loaded under any layout",
     "notice:shared memory": "--async-save always hands tensors over in shared memory",
     "notice:unfused": "there is no such kernel to turn off",
     "no effect": "",  # obsolete in Megatron as well: in silence
@@ -82,7 +80,10 @@ REASONS = {
     "gpu kernels": ("it chooses among vendor kernels that are not used here", "leave it out"),
     "inference": ("inference here is small", "megatron-lite generate, or export to Hugging Face for a serving engine"),
     "layer-wise": ("there is one parameter layout", "leave it out"),
-    "local checkpoints": ("it needs NVIDIA's resiliency package", "--non-persistent-ckpt-type global"),
+    "local checkpoints": (
+        "local checkpoints are each rank's own part, without copies on other machines",
+        "--non-persistent-ckpt-type local alone, or global",
+    ),
     "mamba": ("hybrid models come later, if at all", "attention layers"),
     "mtp hsm": ("it is experimental", "--mtp-num-layers alone"),
     "object storage": (
@@ -110,6 +111,7 @@ REASONS = {
 # Values, of flags that work, that have not landed: destination -> value -> capability.
 PENDING_VALUES: dict[str, dict[str, str]] = {
     "optimizer": dict.fromkeys(("soap", "adaptive_muon"), "optimizers"),
+    "ckpt_convert_format": {"torch": "torch format"},
     "ckpt_format": dict.fromkeys(("torch", "torch_dcp", "fsdp_dtensor"), "torch format"),
     "transformer_impl": {"inference_optimized": "inference layers"},
 }

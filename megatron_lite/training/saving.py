@@ -58,6 +58,13 @@ class Saves:
         except CheckpointError as error:
             self._failed(self.args.iteration, error)
 
+    def save_rolling(self) -> None:
+        """Replace the rolling checkpoint (`--non-persistent-save-interval`)."""
+        try:
+            self._begin(rolling=True)
+        except CheckpointError as error:
+            self._failed(self.args.iteration, error)
+
     def save_last(self) -> None:
         """Save what is not saved yet, and wait until it is complete.
 
@@ -90,7 +97,7 @@ class Saves:
 
     # -- one save --------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, rolling: bool = False) -> None:
         args = self.args
         args.timers("save-checkpoint", log_level=0).start(barrier=True)
         try:
@@ -100,8 +107,10 @@ class Saves:
                 args.num_floating_point_operations_so_far,
                 how=self._how,
                 beside=self._writer_beside(),
+                rolling=rolling,
             )
-            self._saved_at = args.iteration
+            if not rolling:
+                self._saved_at = args.iteration
             self._report(before)
         finally:
             args.timers("save-checkpoint").stop(barrier=True)

@@ -37,7 +37,7 @@ from megatron_lite.timers import Timers
 from megatron_lite.training import global_vars
 from megatron_lite.training.arguments import print_args, save_config
 from megatron_lite.training.batch import skip_batch
-from megatron_lite.training.checkpointing import load_checkpoint, will_load_checkpoint
+from megatron_lite.training.checkpointing import load_checkpoint, save_checkpoint, will_load_checkpoint
 from megatron_lite.training.data_loading import DatasetsProvider, RunData, build_train_valid_test_data_iterators
 from megatron_lite.training.evaluation import EvaluationSet, collect_non_loss_data, evaluate
 from megatron_lite.training.expert_log import collect
@@ -105,6 +105,11 @@ def run(
         args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(model, optimizer, scheduler)
         timers("load-checkpoint").stop(barrier=True)
         timers.log(["load-checkpoint"])
+    if args.ckpt_convert_format is not None:
+        state = (model, optimizer, scheduler, args.num_floating_point_operations_so_far)
+        save_checkpoint(args.iteration, *state, root=args.ckpt_convert_save)
+        print_rank_0(f"saved {args.ckpt_convert_save} in {args.ckpt_convert_format} format; nothing is trained")
+        return
     update_num_microbatches(args.consumed_train_samples, consistency_check=True)
     timers("model-and-optimizer-setup").stop()
     print_datetime("after model, optimizer, and learning rate scheduler are built")
@@ -246,8 +251,11 @@ class Loop:
             self._pause(lambda: self._evaluate(self.valid_data, f"iteration {iteration}"))
         if args.manual_gc and args.manual_gc_interval and iteration % args.manual_gc_interval == 0:
             gc.collect()
+        rolling = args.non_persistent_save_interval
         if args.save and args.save_interval and iteration % args.save_interval == 0:
             self._save()
+        elif args.save and rolling and iteration % rolling == 0:
+            self._pause(self.saves.save_rolling)
 
     def _step(self, iteration: int, batch: int) -> None:
         args = self.args

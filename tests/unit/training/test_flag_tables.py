@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[3]
 PENDING = {
     "activation variants": 2,
     "attention variants": 3,
-    "checkpoints": 16,
     "diagnostics": 14,
     "fp8": 12,
     "fsdp": 17,
