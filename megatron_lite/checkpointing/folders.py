@@ -384,7 +384,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} was not written by megatron_lite",
             why=f"{MANIFEST} has no entry format={FORMAT}; its back end is {manifest.get('sharded_backend')!r}",
-            fix="--load a folder that this program saved",
+            fix="--auto-detect-ckpt-format and megatron-lite convert read Megatron-LM's torch_dist format; others are "
+            "not read",
         )
     if manifest.get("format_version", 0) > FORMAT_VERSION:
         raise CheckpointError(

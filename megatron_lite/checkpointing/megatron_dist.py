@@ -69,6 +69,8 @@ def is_megatron_dist(folder: Path) -> bool:
 class _StandIn:
     """What takes the place of an object of a class that is not known: its name, and nothing that acts."""
 
+    args: tuple[Any, ...] = ()
+
     def __init__(self, *args: Any, **kwargs: Any):
         self.args = args
 
@@ -121,7 +123,8 @@ def read_common(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except (AttributeError, TypeError, *READ_ERRORS) as error:
         raise CheckpointError(f"cannot read {path}: {error}", why="the file is damaged or missing") from error
     args = common.get("args")
-    return common, {name: to_json(value) for name, value in vars(args).items()} if isinstance(args, Namespace) else {}
+    known = vars(args) if isinstance(args, Namespace) else {}
+    return common, {name: to_json(value) for name, value in known.items() if not isinstance(value, _StandIn)}
 
 
 def _check_archive(path: Path) -> None:
@@ -174,6 +177,32 @@ def _candidates(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{stem}.{whole}", (number, int(expert[2]))
 
 
+def names_of(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Our names of what a tensor of theirs holds, and where in it each is: undoes `place_of`."""
+    match = re.fullmatch(r"(.*?\blayers)\.(?:(\d+)\.)?(.+)", key)
+    if match is None:
+        yield key, ()
+        return
+    stem, rest = match[1], match[3]
+    for ours, theirs in _FUSED.items():
+        if rest.startswith(theirs):
+            rest = ours + rest[len(theirs) :]
+    front = 0 if match[2] else 1
+    experts = re.fullmatch(r"(.*\bexperts)\.experts\.(.+)", rest)
+    for layer in range(shape[0]) if front else (int(match[2]),):
+        index = (layer,) * front
+        if experts is None:
+            yield f"{stem}.{layer}.{rest}", index
+            continue
+        for expert in range(shape[front]):
+            yield f"{stem}.{layer}.{experts[1]}.local_experts.{expert}.{experts[2]}", (*index, expert)
+
+
+def is_of_model(key: str) -> bool:
+    """Whether a key of theirs is a weight or a buffer."""
+    return not (key.startswith(_NOT_A_MODEL) or "_extra_state" in key)
+
+
 def read(
     folder: Path,
     tensors: Tensors,
@@ -183,9 +212,10 @@ def read(
     allow_unexpected: bool = False,
     requested_elsewhere: Iterable[str] = (),
     padded: Callable[[str], bool] = lambda key: False,
+    reader: Reader | None = None,
 ) -> tuple[list[str], list[str]]:
     """`sharded.read`, from Megatron's folder; keys that are not read are named as Megatron names them."""
-    reader = Reader(folder)
+    reader = reader or Reader(folder)
     index = reader.read_metadata().state_dict_metadata
     saved = {key: item for key, item in index.items() if isinstance(item, TensorStorageMetadata)}
     places = {name: place_of(name, saved.keys()) for name in {*tensors, *requested_elsewhere}}
@@ -197,7 +227,7 @@ def read(
     unexpected = [
         key
         for key, item in sorted(saved.items())
-        if not (key.startswith(_NOT_A_MODEL) or "_extra_state" in key)
+        if is_of_model(key)
         and expected(key)
         and len(claimed.get(key, ())) < _number_of(item, claimed.get(key, {(): None}))
     ]

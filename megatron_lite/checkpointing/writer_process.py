@@ -80,7 +80,9 @@ def main() -> None:
     be_modest(nice, io_class)
 
     def answer(job: dict[str, Any]) -> None:
-        print(json.dumps(run_job(memory_fd, job)), flush=True)
+        reply = json.dumps(run_job(memory_fd, job))
+        with suppress(BrokenPipeError):  # the run is gone
+            print(reply, flush=True)
 
     for line in sys.stdin:
         threading.Thread(target=answer, args=(json.loads(line),)).start()

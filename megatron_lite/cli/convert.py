@@ -1,6 +1,7 @@
 """`megatron-lite convert`: Hugging Face model <-> checkpoint, tensor by tensor, whichever way the folders are.
 
     --load-dir a Hugging Face folder:   config.json --flags--> arguments    files --rows--> SAVE_DIR/release
+    --load-dir Megatron-LM's torch_dist folder: convert_megatron
     --load-dir a folder of checkpoints: args.json --config.json             boxes --rows--> SAVE_DIR/model.safetensors
 
 About one tensor is in memory at a time. Tensors that no row reads, and rows that no tensor fills, are errors before
@@ -22,10 +23,13 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing import folders
-from megatron_lite.checkpointing.checkpoint import Content, read_args, write_checkpoint
+from megatron_lite.checkpointing.checkpoint import read_args
 from megatron_lite.checkpointing.huggingface import CONFIG, TOKENIZER_FILES, HuggingFaceFolder, read_json, write_folder
+from megatron_lite.checkpointing.megatron_dist import is_megatron_dist
 from megatron_lite.checkpointing.sharded import LateTensor, Reader, SavedTensor, read, saved_tensors
+from megatron_lite.cli.convert_megatron import import_megatron
 from megatron_lite.cli.progress import progress
+from megatron_lite.cli.release import check_no_run, write_release
 from megatron_lite.config import from_namespace
 from megatron_lite.errors import CheckpointError, ConfigError, MegatronLiteError
 from megatron_lite.models.gpt.hf_names import Link, Sizes, is_buffer, links
@@ -35,15 +39,13 @@ from megatron_lite.tokenizers import TokenizerConfig
 from megatron_lite.tokenizers.build_tokenizer import build_tokenizer, vocab_size_with_padding
 from megatron_lite.training import global_vars
 from megatron_lite.training.checkpoint_args import args_to_save
-from megatron_lite.training.checkpointing import CHECKPOINT_VERSION, find_checkpoint
+from megatron_lite.training.checkpoint_search import find_in
 from megatron_lite.training.entry import read_arguments
 from megatron_lite.training.families import FAMILIES as RUN_FAMILIES
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Asked of every run and said by no model: these are no part of what is saved.
 _RUN = ("--micro-batch-size", "1", "--train-iters", "1", "--lr", "1")
-_NOT_OF_A_MODEL = ("micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr", "load", "save")
-_LAYOUT = {"tp": 1, "pp": 1, "dp": 1, "cp": 1}
 
 
 # -- Hugging Face -> ours ------------------------------------------------------------------------------------------
@@ -59,20 +61,14 @@ def import_model(source: Path, root: Path, tokenizer: Path | None, dtype: torch.
     Returns: the folder of the checkpoint.
     Raises: ConfigError, CheckpointError, DataError.
     """
-    tracked = folders.read_tracker(root)
-    if isinstance(tracked, int):
-        raise ConfigError(
-            f"--save-dir {root} holds the checkpoints of a run, the latest of iteration {tracked}",
-            why="a converted model would take the place of the latest one",
-            fix="--save-dir with a folder of its own",
-        )
+    check_no_run(root)
     config = read_json(source / CONFIG)
     family = family_of(config)
     rows = config.get("vocab_size")
     if not isinstance(rows, int):
         raise ConfigError(f"{source / CONFIG} has vocab_size = {rows!r}", fix="the number of rows of the embedding")
     words = [*family.to_flags(config), *_tokenizer_flags(config, source, tokenizer, rows)]
-    args = _arguments([*words, *flags], family.model_family)
+    args = model_arguments([*words, *flags], family.model_family)
     saved = args_to_save(args)
     theirs = HuggingFaceFolder(source)
     found = theirs.tensors
@@ -107,21 +103,7 @@ def import_model(source: Path, root: Path, tokenizer: Path | None, dtype: torch.
                 return tensor
 
             late[link.ours] = LateTensor(link.ours, SavedTensor(link.shape, planned.dtype), make)
-        common = {
-            "checkpoint_version": CHECKPOINT_VERSION,
-            "iteration": 0,
-            "num_floating_point_operations_so_far": 0.0,
-            "consumed_train_samples": 0,
-            "consumed_valid_samples": 0,
-            "skipped_train_samples": 0,
-            "layout": _LAYOUT,
-        }
-        kept = {name: value for name, value in saved.items() if name not in _NOT_OF_A_MODEL}
-        description = {"layout": _LAYOUT, "world_size": 1, "converted_from": str(source.resolve())}
-        folders.check_save_folder(root)
-        return write_checkpoint(
-            root, "release", Content(tensors=late, common=common, args=kept, description=description), None
-        )
+        return write_release(root, late, saved, source)
 
 
 def _meta(facts: SavedTensor) -> Tensor:
@@ -144,7 +126,7 @@ def _tokenizer_flags(config: Mapping[str, Any], source: Path, tokenizer: Path | 
     return [*words, "--null-tokenizer-eod-id", str(end)] if isinstance(end, int) and 0 <= end < rows else words
 
 
-def _arguments(words: list[str], model_family: str) -> Namespace:
+def model_arguments(words: list[str], model_family: str) -> Namespace:
     """A run's arguments, checked by the rules of a run of this kind of model, with the padded vocabulary."""
     if "--make-vocab-size-divisible-by" not in words:
         # No padding unless it is asked for: padded rows take part in the softmax.
@@ -212,18 +194,9 @@ def export_model(
     Returns: the checkpoint that was read.
     Raises: ConfigError, CheckpointError.
     """
-    where = Namespace(
-        load=str(load),
-        ckpt_step=ckpt_step,
-        finetune=True,
-        pretrained_checkpoint=None,
-        save=None,
-        exit_on_missing_checkpoint=True,
-    )
-    found = find_checkpoint(where)
-    assert found is not None
-    folders.read_manifest(found.folder)
-    args = read_args(found.folder)
+    source_folder = find_in(load, ckpt_step, "--load-dir")
+    folders.read_manifest(source_folder)
+    args = read_args(source_folder)
     family = fitting_family(args, model_type)
     files = _tokenizer_files(args, tokenizer)
     vocabulary, special = _vocabulary(args)
@@ -231,7 +204,7 @@ def export_model(
     config = family.to_config(args, sizes)
     model = links(family.rows, args, sizes)
 
-    saved = {name: facts for name, facts in saved_tensors(found.folder).items() if not name.startswith("optimizer.")}
+    saved = {name: facts for name, facts in saved_tensors(source_folder).items() if not name.startswith("optimizer.")}
     lines = [
         *(f"{link.ours} is missing" for link in model if link.ours not in saved),
         *(f"nothing reads {name}" for name in sorted(saved.keys() - {link.ours for link in model})),
@@ -243,7 +216,7 @@ def export_model(
     ]
     if lines:
         raise CheckpointError(
-            f"the tensors of {found.folder} are no {family.model_type} model's:\n    " + _some(lines, "\n    "),
+            f"the tensors of {source_folder} are no {family.model_type} model's:\n    " + _some(lines, "\n    "),
             why="a model with weights left out would be another model",
             fix="another --hf-model-type",
         )
@@ -258,7 +231,7 @@ def export_model(
     dtypes = {facts.dtype for facts in planned.values()}
     config["torch_dtype"] = str(next(iter(dtypes)) if len(dtypes) == 1 else torch.float32).removeprefix("torch.")
 
-    reader = Reader(found.folder)
+    reader = Reader(source_folder)
     held: dict[str, Tensor] = {}  # the tensor of ours that the last one of theirs came from: parts follow each other
     total = sum(facts.dtype.itemsize * _count(facts) for facts in planned.values())
     with progress("converting", total / 1e6, "MB") as advance:
@@ -269,14 +242,14 @@ def export_model(
                 held.clear()
                 tensor = torch.empty(link.shape, dtype=saved[link.ours].dtype)
                 place = {link.ours: (tensor, whole(link.ours, link.shape))}
-                read(found.folder, place, expected=lambda key: False, reader=reader)
+                read(source_folder, place, expected=lambda key: False, reader=reader)
                 held[link.ours] = tensor
             part = link.form.divide(held[link.ours], sizes)[number].to(planned[name].dtype)
             advance(part.numel() * part.element_size() / 1e6)
             return part
 
         write_folder(folder, {**config, **special}, planned, produce, copies=files, shard_bytes=shard_bytes)
-    return found.folder
+    return source_folder
 
 
 def _vocabulary(args: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
@@ -335,7 +308,13 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--load-dir", type=Path, required=True, metavar="DIR", help="a Hugging Face folder, or what --save was")
+    add(
+        "--load-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a Hugging Face folder, or what --save was, also Megatron-LM's (torch_dist)",
+    )
     add("--save-dir", type=Path, required=True, metavar="DIR", help="what --load will be, or a new folder")
     add("--ckpt-step", type=int, metavar="N", help="this iteration of the checkpoints (default: the latest)")
     add("--tokenizer-model", type=Path, metavar="PATH", help="the tokenizer (default: the one of the model)")
@@ -384,6 +363,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"wrote {folder}")
         print(f"train on:  {script} --load {args.save_dir} --use-checkpoint-args --finetune ...")
         print(f"look at:   megatron-lite generate --load {args.save_dir} --prompt ...")
+        return 0
+    folder = find_in(args.load_dir, args.ckpt_step, "--load-dir")
+    if is_megatron_dist(folder):
+        print(
+            f"wrote {import_megatron(folder, args.save_dir, dtype, flags, model_arguments)} from Megatron-LM's {folder}"
+        )
+        print(f"train on:  pretrain_gpt.py --load {args.save_dir} --use-checkpoint-args --finetune ...")
+        print(f"to Hugging Face: megatron-lite convert --load-dir {args.save_dir} --save-dir ...")
         return 0
     if flags:
         raise ConfigError(

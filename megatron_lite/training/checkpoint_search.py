@@ -58,6 +58,19 @@ def find_checkpoint(args: Namespace, load_arg: str = "load") -> Found | None:
     return None
 
 
+def find_in(root: Path, ckpt_step: int | None, flag: str) -> Path:
+    """The folder of one checkpoint of `root`, for a tool: the iteration given, or the one that the tracker names.
+
+    Args:
+        flag: which named `root`, for the error.
+    Raises: CheckpointError.
+    """
+    which = _which(root, ckpt_step)
+    if which is None:
+        raise _nothing_in(root, flag)
+    return folders.find(root, which)
+
+
 def rolling_root(args: Namespace, root: str | Path) -> Path:
     """The folder of the rolling checkpoint beside the checkpoints of `root`."""
     return Path(args.non_persistent_global_ckpt_dir or Path(root) / ROLLING)

@@ -6,12 +6,14 @@ Start-up, model, optimizer, schedule, data, step, save and load are the function
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_lite import collectives
+from megatron_lite.checkpointing.plain_values import to_bytes
 from megatron_lite.enums import ModelType
 from megatron_lite.log import rank_and_world_size
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -21,6 +23,7 @@ from megatron_lite.training.data_loading import build_train_valid_test_data_iter
 from megatron_lite.training.families import defaults_of
 from megatron_lite.training.model_setup import setup_model_and_optimizer
 from megatron_lite.training.record import _forget_run, load_script
+from megatron_lite.training.rng_state import get_rng_state
 from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import train_step
 from megatron_lite.training.training import start
@@ -29,9 +32,13 @@ from tests.distributed.layouts import MODELS, Layout
 
 @dataclass
 class Seen:
-    """What one rank saw. losses: one a step, empty where this rank computes none. said: what was printed."""
+    """What one rank saw. losses: one a step, empty where this rank computes none. said: what was printed.
+
+    generators: a digest of the states of all random generators at the save, or right after the load.
+    """
 
     iteration: int = 0
+    generators: str = ""
     losses: list[float] = field(default_factory=list)
     read_bytes: int = 0
     said: str = ""
@@ -64,6 +71,7 @@ def _train(args: Any, script: Any, steps: int, save_after: int | None, seen: See
     args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
     if args.load:
         args.iteration, _ = load_checkpoint(*run)
+        seen.generators = _digest(get_rng_state())
     seen.iteration = args.iteration
     data: Any = build_train_valid_test_data_iterators(script.train_valid_test_datasets_provider, args, groups)
     data = for_chunks(data.train, args, groups)
@@ -73,8 +81,13 @@ def _train(args: Any, script: Any, steps: int, save_after: int | None, seen: See
         args.consumed_train_samples += args.global_batch_size
         seen.losses += [result.losses["lm loss"]] if result.losses else []
         if args.iteration == save_after:
+            seen.generators = _digest(get_rng_state())
             save_checkpoint(args.iteration, *run, 0.0)
     collectives.barrier(collectives.world(), purpose="end of a test's run")
+
+
+def _digest(states: dict[str, Any]) -> str:
+    return hashlib.sha256(to_bytes(states, "generators")).hexdigest()
 
 
 def losses_of(ranks: list[Seen]) -> list[float]:

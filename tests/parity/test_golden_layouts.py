@@ -6,7 +6,6 @@ This file is also the run's script: it gives model, data and forward step to `re
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,10 @@ import torch
 
 import pretrain_gpt
 from megatron_lite import collectives
+from megatron_lite.checkpointing import megatron_dist
 from megatron_lite.process_groups_config import ProcessGroupCollection
-from megatron_lite.sharding import ShardSpec
 from megatron_lite.training.arguments import parse_args
+from megatron_lite.training.checkpointing import model_tensors
 from megatron_lite.training.record import RankRecord, record_rank
 
 pytestmark = pytest.mark.slow
@@ -80,32 +80,15 @@ def train_valid_test_datasets_provider(sizes: list[int]) -> tuple[Iterator[Any],
     return batches(), None, None
 
 
-def _golden(arrays: dict[str, np.ndarray], spec: ShardSpec) -> torch.Tensor:
-    """The whole tensor of our name: all layers are stacked in one, and norms belong to the linear layer behind them."""
-    name = spec.name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-    name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-    expert = re.search(r"\.local_experts\.(\d+)", name)
-    if expert:
-        number = int(name.split(".")[2])
-        stacked = arrays["decoder.layers." + re.sub(r"local_experts\.\d+", "experts", name).split(".", 3)[3]]
-        return torch.from_numpy(stacked)[number, int(expert.group(1))]
-    if not name.startswith("decoder.layers."):
-        return torch.from_numpy(arrays[name])
-    number, rest = name.removeprefix("decoder.layers.").split(".", 1)
-    return torch.from_numpy(arrays[f"decoder.layers.{rest}"])[int(number)]
-
-
 def prepare(model: list[Any], optimizer: Any) -> None:
-    """Megatron's first weights, and its weight decay on all parameters."""
+    """Megatron's first weights, out of its own checkpoint, and its weight decay on all parameters."""
     kind = "moe" if model[0].config.num_moe_experts else "dense"
-    with np.load(GOLDEN / f"layouts_init_{kind}.npz") as file:
-        arrays = dict(file)
-    for chunk in model:
-        for param in chunk.module.parameters():
-            whole = _golden(arrays, param.shard)
-            for piece in param.shard.pieces:
-                param.data[piece.local_slices()].copy_(whole[piece.global_slices()])
+    megatron_dist.read(GOLDEN / f"layouts_ckpt_{kind}", model_tensors(model), allow_unexpected=True)
     optimizer.reload_model_params()
+    decay_all(optimizer)
+
+
+def decay_all(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         group["wd_mult"], group["weight_decay"] = 1.0, 0.1
 
