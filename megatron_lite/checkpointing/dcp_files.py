@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,38 @@ def no_checksums_of_records() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+class _Recorder:
+    """A file that keeps what is around the values, which torch only seeks over."""
+
+    def __init__(self) -> None:
+        self.head, self.tail, self._skipped, self._size = bytearray(), bytearray(), False, 0
+
+    def write(self, data: Any) -> int:
+        (self.tail if self._skipped else self.head).extend(data)
+        self._size += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> int:
+        assert whence == os.SEEK_CUR, whence
+        self._skipped = True
+        self._size += offset
+        return self._size
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None: ...
+
+
+@lru_cache(maxsize=4096)
+def frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the values of such a tensor, row by row; the same for all of them."""
+    recorder = _Recorder()
+    with no_checksums_of_records(), torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), recorder)  # type: ignore[arg-type]
+    return bytes(recorder.head), bytes(recorder.tail)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from megatron_lite.checkpointing import sharded
 from megatron_lite.checkpointing.folders import FORMAT, MANIFEST
 from megatron_lite.checkpointing.mismatch import describe_mismatch
 from megatron_lite.checkpointing.plain_values import READ_ERRORS, to_json
-from megatron_lite.checkpointing.sharded import INDEX, Reader, Tensors
+from megatron_lite.checkpointing.reader import INDEX, Reader
+from megatron_lite.checkpointing.sharded import Tensors
 from megatron_lite.errors import CheckpointError
 from megatron_lite.sharding import Piece, ShardSpec
 

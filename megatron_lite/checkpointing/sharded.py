@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
@@ -43,7 +42,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -53,16 +51,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
-from torch.futures import Future
 
-from megatron_lite.checkpointing.dcp_files import IndexUnpickler, Writer, no_checksums_of_records
+from megatron_lite.checkpointing.dcp_files import Writer, no_checksums_of_records
 from megatron_lite.checkpointing.folders import explain
 from megatron_lite.checkpointing.mismatch import describe_mismatch
 from megatron_lite.checkpointing.plain_values import from_bytes, to_bytes
+from megatron_lite.checkpointing.reader import Reader
 from megatron_lite.errors import CheckpointError
 from megatron_lite.sharding import Piece, ShardSpec, whole
-
-INDEX = ".metadata"
 
 Tensors = Mapping[str, tuple[Tensor, ShardSpec]]  # key on disk -> this rank's tensor and its place
 
@@ -418,59 +414,6 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-class Reader(FileSystemReader):
-    """DCP's reader that runs no code, reads a saved box once, and names the file that is damaged."""
-
-    _index: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index is not None:
-            return self._index
-        path = Path(self.path) / INDEX
-        try:
-            with open(path, "rb") as file:
-                metadata = IndexUnpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise pickle.UnpicklingError("it holds something else")
-        except OSError as error:
-            raise explain(error, f"load {self.path}") from error
-        except Exception as error:  # a damaged pickle raises nearly anything
-            raise CheckpointError(
-                f"cannot read {path}: {error}",
-                why="it is not an index as torch.distributed.checkpoint writes it, or it is damaged",
-                fix="--ckpt-step with another checkpoint",
-            ) from error
-        self._index = metadata
-        return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        def place(item: ReadItem) -> tuple[str, int]:
-            stored = self.storage_data[item.storage_index]
-            return stored.relative_path, stored.offset
-
-        folder, last, box = Path(self.path), None, torch.empty(0)
-        for item in sorted(plan.items, key=place):
-            stored = self.storage_data[item.storage_index]
-            path = folder / stored.relative_path
-            if place(item) != last:  # several of our boxes may overlap one saved box
-                try:
-                    with open(path, "rb") as file:
-                        file.seek(stored.offset)
-                        data = file.read(stored.length)
-                except OSError as error:
-                    raise explain(error, f"load {folder}") from error
-                box, last = from_bytes(data, f"{item.storage_index.fqn} in {path}"), place(item)
-                del data
-            target = planner.resolve_tensor(item)
-            source = box[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths))]
-            if source.shape != target.shape:
-                raise CheckpointError(f"{item.storage_index.fqn} in {path} has not the shape that the index gives")
-            target.copy_(source)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 # -- errors ------------------------------------------------------------------------------------------------------

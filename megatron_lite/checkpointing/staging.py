@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
-from megatron_lite.checkpointing.dcp_files import no_checksums_of_records, shares, size_of
+from megatron_lite.checkpointing.dcp_files import frame, shares, size_of
 from megatron_lite.errors import CheckpointError
 
 _ALIGNMENT = 64  # of items: torch reads tensors of any type in place
@@ -38,29 +38,6 @@ class Image:
     places: list[tuple[MetadataIndex, int, int]]
 
 
-class _Recorder:
-    """A file that keeps what is around the values, which torch only seeks over."""
-
-    def __init__(self) -> None:
-        self.head, self.tail, self._skipped, self._size = bytearray(), bytearray(), False, 0
-
-    def write(self, data: Any) -> int:
-        (self.tail if self._skipped else self.head).extend(data)
-        self._size += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int) -> int:
-        assert whence == os.SEEK_CUR, whence
-        self._skipped = True
-        self._size += offset
-        return self._size
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None: ...
-
-
 class Staging:
     """The memory of one rank."""
 
@@ -72,7 +49,6 @@ class Staging:
                 self.fd = os.dup(file.fileno())
         self._memory: mmap.mmap | None = None
         self._pinned = 0
-        self._frames: dict[tuple[torch.Size, torch.dtype], tuple[bytes, bytes]] = {}
 
     def fill(self, plan: SavePlan, planner: SavePlanner, files: int) -> list[Image]:
         """Copy all items of a plan. Returns: the files they make, at most `files` of them.
@@ -85,8 +61,7 @@ class Staging:
             if item.type == WriteItemType.BYTE_IO
         }
         sizes = [
-            len(objects[place]) if place in objects else self._archive_size(item)
-            for place, item in enumerate(plan.items)
+            len(objects[place]) if place in objects else _archive_size(item) for place, item in enumerate(plan.items)
         ]
         images, starts, end = [], [0] * len(sizes), 0
         for number, dealt in enumerate(shares(sizes, files)):
@@ -121,27 +96,13 @@ class Staging:
 
     # -- items -----------------------------------------------------------------------------------------------------
 
-    def _archive_size(self, item: Any) -> int:
-        head, tail = self._frame(item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
-        return len(head) + size_of(item) + len(tail)
-
-    def _frame(self, shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-        """What torch.save writes before and after the values of such a tensor."""
-        key = (shape, dtype)
-        if key not in self._frames:
-            recorder = _Recorder()
-            with no_checksums_of_records(), torch.serialization.skip_data():
-                torch.save(torch.empty(shape, dtype=dtype), recorder)  # type: ignore[arg-type]
-            self._frames[key] = bytes(recorder.head), bytes(recorder.tail)
-        return self._frames[key]
-
     def _put(self, start: int, data: bytes) -> None:
         assert self._memory is not None
         self._memory[start : start + len(data)] = data
 
     def _put_tensor(self, start: int, data: Tensor) -> None:
         assert self._memory is not None
-        head, tail = self._frame(data.shape, data.dtype)
+        head, tail = frame(data.shape, data.dtype)
         self._put(start, head)
         start += len(head)
         if data.numel():
@@ -176,6 +137,11 @@ class Staging:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+
+def _archive_size(item: Any) -> int:
+    head, tail = frame(item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
+    return len(head) + size_of(item) + len(tail)
 
 
 def _aligned(size: int) -> int:

@@ -11,7 +11,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron_lite.checkpointing import folders, megatron_dist, sharded
+from megatron_lite.checkpointing import folders, megatron_dist, reader, sharded
 from megatron_lite.checkpointing.checkpoint import read_args
 from megatron_lite.cli import convert
 from megatron_lite.errors import CheckpointError, ConfigError
@@ -167,7 +167,7 @@ def test_nothing_in_megatrons_folder_is_run(tmp_path):
     with pytest.raises(CheckpointError, match="scripted model"):
         megatron_dist.read_common(folder)
 
-    (folder / sharded.INDEX).write_bytes(pickle.dumps(_Hostile(owned)))
+    (folder / reader.INDEX).write_bytes(pickle.dumps(_Hostile(owned)))
     tensors = {"output_layer.weight": (torch.zeros(64, 32), whole("output_layer.weight", (64, 32)))}
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         megatron_dist.read(folder, tensors)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.checkpointing import sharded
+from megatron_lite.checkpointing import reader, sharded
 from megatron_lite.errors import CheckpointError
 from megatron_lite.sharding import Piece, ShardSpec, flat_range, split, whole
 from tests.unit.checkpointing.ranks import cut, emptied, flat, replicated, write_as_ranks
@@ -231,7 +231,7 @@ def test_a_missing_data_file_is_an_error_that_names_it(saved):
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04N.", pickle.dumps({"a": 1})])
 def test_a_damaged_index_is_an_error_that_names_it(saved, content):
-    (saved / sharded.INDEX).write_bytes(content)
+    (saved / reader.INDEX).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         _read_w(saved)
 
@@ -245,7 +245,7 @@ class _Hostile:
 
 
 def test_a_hostile_index_runs_nothing(saved, tmp_path):
-    (saved / sharded.INDEX).write_bytes(pickle.dumps(_Hostile(tmp_path / "owned")))
+    (saved / reader.INDEX).write_bytes(pickle.dumps(_Hostile(tmp_path / "owned")))
     with pytest.raises(CheckpointError, match="posix.mkdir"):
         _read_w(saved)
     assert not (tmp_path / "owned").exists()
@@ -260,7 +260,7 @@ def test_hostile_data_runs_nothing(saved, tmp_path):
     path.write_bytes(evil.read_bytes())
     for place in index.storage_data.values():
         place.offset, place.length = 0, evil.stat().st_size
-    (saved / sharded.INDEX).write_bytes(pickle.dumps(index))
+    (saved / reader.INDEX).write_bytes(pickle.dumps(index))
     with pytest.raises(CheckpointError, match="__0_0.distcp"):
         _read_w(saved)
     with pytest.raises(CheckpointError, match="__0_0.distcp"):
