@@ -37,7 +37,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(
         reader,
         "open",
-        lambda path, mode: Counting(path) if str(path).endswith("cp") else open(path, mode),
+        lambda path, mode: Counting(path) if str(path).endswith("cp") else open(path, mode),  # noqa: SIM115
         raising=False,
     )
     return total
