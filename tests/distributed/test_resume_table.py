@@ -37,6 +37,7 @@ LAYOUTS = {
     "moe-ep2": Layout(model="mixtral", ep=2, dp=2, flags=_EXPERTS),
     "moe-ep2-zero1": Layout(model="mixtral", ep=2, dp=2, distributed_optimizer=True, flags=_EXPERTS),
     "moe-tp2-ep2": Layout(model="mixtral", tp=2, sp=True, ep=2, dp=2, distributed_optimizer=True, flags=_EXPERTS),
+    "moe-tp4-etp1": Layout(model="mixtral", tp=4, sp=True, etp=1, flags=_EXPERTS),
     "moe-pp2": Layout(model="mixtral", pp=2, flags=_EXPERTS),
     "moe-dp3": Layout(model="mixtral", dp=3, flags=_EXPERTS),
 }
@@ -100,6 +101,15 @@ def test_C116_the_next_losses_do_not_know_of_the_change(world, saved, saving, lo
 @pytest.mark.parametrize("layout", ["moe-ep2", "moe-ep2-zero1"])
 def test_C099_the_loss_of_experts_does_not_jump_after_a_resume(world, saved, layout):
     """C099: experts of other ranks, or the bias of a router, that come back as another's show at once."""
+    check(world, saved, layout, layout)
+
+
+@pytest.mark.parametrize("layout", ["moe-tp4-etp1", "moe-tp2-ep2"])
+def test_C115_every_shard_of_the_experts_is_on_the_disk(world, saved, layout):
+    """C115: with more tensor-parallel ranks than expert shards, no rank felt in charge of some."""
+    root, _ = saved(layout)
+    files = {path.name for path in (root / f"iter_{STEPS:07d}").glob("*.distcp")}
+    assert len(files) == LAYOUTS[layout].world_size
     check(world, saved, layout, layout)
 
 

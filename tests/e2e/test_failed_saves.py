@@ -27,8 +27,11 @@ def _run_with_small_files(*flags: object) -> Finished:
 
 
 def test_training_goes_on_after_a_failed_save_and_the_last_failure_is_the_exit_status(tmp_path):
-    """The checkpoint from before stays usable, nothing half written is left, and the same command goes on from it."""
-    flags = [*TINY, "--save", tmp_path, "--load", tmp_path, "--save-interval", 2]
+    """The checkpoint from before stays usable, nothing half written is left, and the same command goes on from it.
+
+    Beside the training too, here; saves at once: tests/unit/training/test_full_disk.py.
+    """
+    flags = [*TINY, "--save", tmp_path, "--load", tmp_path, "--save-interval", 2, "--async-save"]
     run(*flags, "--train-iters", 6, "--exit-interval", 2).ok()
     failed = _run_with_small_files(*flags, "--train-iters", 6)
     assert failed.values("iteration") == [3, 4, 5, 6]

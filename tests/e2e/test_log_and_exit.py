@@ -179,9 +179,9 @@ def test_a_signal_ends_the_run_after_a_save(tmp_path, number):
     assert folders.read_tracker(tmp_path) == last >= 3
 
 
-def test_a_signal_to_every_process_of_the_job_ends_it_after_a_save(tmp_path):
+def test_C122_a_signal_to_every_process_of_the_job_ends_it_after_a_save(tmp_path):
     """As schedulers send it. The processes that read data died of it, and the run with them, before it had saved."""
-    flags = "--train-iters 100000 --exit-signal-handler --save-interval 100000 --num-workers 2".split()
+    flags = "--train-iters 100000 --exit-signal-handler --async-save --save-interval 2 --num-workers 2".split()
     process = subprocess.Popen(
         command(*TINY, *flags, "--save", tmp_path),
         stdout=subprocess.PIPE, text=True, cwd=os.getcwd(), env=environment(), start_new_session=True,
