@@ -9,6 +9,7 @@ Model, optimizer and data-parallel settings are the user's; all else (files, eva
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from copy import deepcopy
 
@@ -85,6 +86,10 @@ def scale_down(given: Namespace, data_parallel_size: int, steps: int, max_ranks:
 def _layout(given: Namespace, small: Namespace, data_parallel_size: int, max_ranks: int) -> list[str]:
     real = {name: vars(given).get(name, 1) for name in _SIZES} | {"data_parallel_size": data_parallel_size}
     sizes = {name: _nearest(real[name], most) for name, most in _SIZES.items()}
+    levels = given.hierarchical_context_parallel_sizes
+    if levels is not None:  # a ring across groups needs several of each
+        levels = [_nearest(level, 2) for level in levels]
+        sizes["context_parallel_size"] = math.prod(levels)
 
     def ranks() -> int:
         total = 1
@@ -103,7 +108,7 @@ def _layout(given: Namespace, small: Namespace, data_parallel_size: int, max_ran
         )
     for name, size in sizes.items():
         setattr(small, name, size)
-    small.world_size = ranks()
+    small.world_size, small.hierarchical_context_parallel_sizes = ranks(), levels
     small.num_distributed_optimizer_instances = min(given.num_distributed_optimizer_instances, small.data_parallel_size)
     return [f"{_SHORT[name]} {size} instead of {real[name]}" for name, size in sizes.items() if size != real[name]]
 
@@ -118,7 +123,10 @@ def _nearest(size: int, most: int) -> int:
 def _model(given: Namespace, small: Namespace) -> list[str]:
     tp, real_tp = small.tensor_model_parallel_size, given.tensor_model_parallel_size
     stages = small.pipeline_model_parallel_size
-    small.num_layers = min(given.num_layers, max(2, stages))
+    exchanges = list(dict.fromkeys(given.cp_comm_type))  # each kind, where layers differ
+    small.num_layers = min(given.num_layers, -(-max(2, len(exchanges)) // stages) * stages)
+    if len(given.cp_comm_type) > 1:
+        small.cp_comm_type = [exchanges[i % len(exchanges)] for i in range(small.num_layers)]
     small.encoder_num_layers = None
 
     heads, hidden = given.num_attention_heads, given.hidden_size
@@ -212,7 +220,7 @@ def alone(args: Namespace) -> Namespace:
     one = deepcopy(args)
     for name in _SIZES:
         setattr(one, name, 1)
-    one.world_size = 1
+    one.world_size, one.hierarchical_context_parallel_sizes = 1, None
     one.sequence_parallel = one.gradient_accumulation_fusion = one.recompute_activations = False
     one.expert_model_parallel_size, one.expert_tensor_parallel_size = 1, None
     one.recompute_granularity = one.recompute_method = one.recompute_num_layers = one.recompute_modules = None

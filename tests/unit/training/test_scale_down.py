@@ -78,3 +78,18 @@ def test_any_shape_and_layout_gives_legal_runs(tp, heads_per_rank, groups, head,
             args.vocab_size,
         )
         assert one.global_batch_size == args.global_batch_size
+
+
+def test_kinds_and_levels_of_context_parallelism_stay():
+    """A ring across groups is checked with two groups of two; every kind of exchange keeps a layer."""
+    levels = ["--context-parallel-size", "16", "--hierarchical-context-parallel-sizes", "4", "4"]
+    small, _ = small_of(*levels, "--cp-comm-type", "a2a+p2p", dp=4)
+    one = alone(small)
+    validate_args(small, small.world_size)
+    assert (small.context_parallel_size, small.hierarchical_context_parallel_sizes) == (4, [2, 2])
+    validate_args(one, 1)
+    assert (one.context_parallel_size, one.hierarchical_context_parallel_sizes) == (1, None)
+    kinds = ["p2p"] * 40 + ["a2a"] * 30 + ["all_gather"] * 10
+    small, _ = small_of("--context-parallel-size", "8", "--cp-comm-type", *kinds)
+    validate_args(small, small.world_size)
+    assert small.num_layers == 3 and small.cp_comm_type == ["p2p", "a2a", "all_gather"]
