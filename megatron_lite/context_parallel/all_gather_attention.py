@@ -39,8 +39,8 @@ class _AllGatherAttention(torch.autograd.Function):
         _all_keys(share).add(total, q, *_gathered(k, v, share, group), arithmetic)
         if sink is not None:
             total.add_sink(sink)
-        y = total.y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sink, y, total.lse)
+        y, lse = total.kept(q, share.visible.masked)
+        ctx.save_for_backward(q, k, v, sink, y, lse)
         ctx.share, ctx.group, ctx.arithmetic = share, group, arithmetic
         return y
 

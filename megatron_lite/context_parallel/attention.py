@@ -96,7 +96,7 @@ class ContextParallelAttention:
                 key_order = order_of(ranks, size, key_documents, q.device)
                 (q,) = tokens_to_heads([q], order, self.heads_group)
                 k, v = tokens_to_heads([k, v], key_order, self.heads_group)
-            if visible.rows is not None:
+            if visible.rows is not None and visible.rows.shape[2] > 1:
                 rows = gather_rows(visible.rows, order, self.heads_group)
                 visible = Visible(visible.left, visible.right, visible.segments, rows)
             if sink is not None:

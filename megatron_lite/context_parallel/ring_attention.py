@@ -70,8 +70,8 @@ class _RingAttention(torch.autograd.Function):
             share.keys_of(rank).add(total, q, its_k, its_v, arithmetic)
         if sink is not None:
             total.add_sink(sink)
-        y = total.y.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sink, y, total.lse)
+        y, lse = total.kept(q, share.visible.masked)
+        ctx.save_for_backward(q, k, v, sink, y, lse)
         ctx.share, ctx.group, ctx.arithmetic = share, group, arithmetic
         return y
 
@@ -89,13 +89,16 @@ class _RingAttention(torch.autograd.Function):
                 continue
             handle.wait()
             if arriving is not None:  # what the ranks before have added up for these keys
-                part = tuple(a + b for a, b in zip(part, arriving.parts()))
+                for own_part, others in zip(part, arriving.parts()):
+                    own_part.add_(others)
             sent = _Pair.of(*(x.to(k.dtype) for x in part))
+            del part
             arriving = sent.like()
             handle = collectives.shift(arriving.buffer, sent.buffer, ctx.group, purpose="ring gradients")
         handle.wait()
         if arriving is not None:
-            own = tuple(a + b for a, b in zip(own, arriving.parts()))
+            for own_part, others in zip(own, arriving.parts()):
+                own_part.add_(others)
         dsink = None if sink is None else sink_backward(sink, g, y, lse)
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), dsink, None, None, None
 

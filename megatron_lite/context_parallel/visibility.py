@@ -2,7 +2,8 @@
 
     limits      how far before and after itself (causal: no limit before, 0 after; a sliding window)
     segments    a number for each token of the sequence, [b, s]: tokens of one number see each other
-    rows        a given mask: the rows of this rank's queries, for the keys of the whole sequence, [b, 1, s/cp, s]
+    rows        a given mask: the rows of this rank's queries, for the keys of the whole sequence, [b, 1, s/cp, s], or
+                one row for all of them, [b, 1, 1, s]
 
 Segments cost s numbers where a mask costs s * s / cp, so that is what batches carry under context parallelism.
 """
@@ -81,7 +82,7 @@ class Visible:
                 why="every context-parallel rank holds the numbers of all tokens",
                 fix="segments of the whole sequence",
             )
-        if self.rows is not None and tuple(self.rows.shape[-2:]) != (queries, keys):
+        if self.rows is not None and tuple(self.rows.shape[-2:]) not in ((queries, keys), (1, keys)):
             raise ConfigError(
                 f"an attention mask {list(self.rows.shape)} for {queries} queries and {keys} keys",
                 why="under context parallelism a mask has the rows of this rank's queries and a column for every key "
@@ -111,6 +112,7 @@ class Visible:
             other = ((mine != theirs) | (theirs < 0)).unsqueeze(1)
             hidden = other if hidden is None else hidden | other
         if self.rows is not None:
-            given = self.rows[:, :, q_places].index_select(-1, k_positions)
+            rows = self.rows if self.rows.shape[2] == 1 else self.rows[:, :, q_places]
+            given = rows.index_select(-1, k_positions).expand(-1, -1, len(q_positions), -1)
             hidden = given if hidden is None else hidden | given
         return hidden

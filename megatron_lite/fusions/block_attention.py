@@ -277,7 +277,7 @@ def zeros_for_sums(x: Tensor) -> Tensor:
 class Sum:
     """Attention over blocks of keys that come one after another.
 
-    y: `[b, n, sq, dv]`, at least fp32; lse: `[b, n, sq]`, fp64.
+    y: `[b, n, sq, dv]`, at least fp32, laid out as layers have it, `[sq, b, n, dv]`: no copy; lse: `[b, n, sq]`, fp64.
 
     Args:
         q: the queries `[b, n, sq, d]`.
@@ -285,7 +285,8 @@ class Sum:
     """
 
     def __init__(self, q: Tensor, channels: int):
-        self.y = torch.zeros(*q.shape[:3], channels, dtype=_wide(q), device=q.device)
+        b, n, sq, _ = q.shape
+        self.y = torch.zeros(sq, b, n, channels, dtype=_wide(q), device=q.device).permute(1, 2, 0, 3)
         self.lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float64, device=q.device)
 
     def add(self, queries: slice, y: Tensor, lse: Tensor) -> None:
@@ -301,6 +302,14 @@ class Sum:
         total = torch.logaddexp(self.lse, sink.double().view(1, -1, 1).expand_as(self.lse))
         self.y.mul_(self._weight(self.lse, total))
         self.lse = total
+
+    def kept(self, q: Tensor, masked: bool) -> tuple[Tensor, Tensor]:
+        """y in q's dtype and lse, for backward.
+
+        Args:
+            masked: queries may see nothing: their lse needs its digits.
+        """
+        return self.y.to(q.dtype), self.lse if masked else self.lse.to(self.y.dtype)
 
     def _weight(self, part: Tensor, total: Tensor) -> Tensor:
         return (part - total).exp_().to(self.y.dtype).unsqueeze(-1)

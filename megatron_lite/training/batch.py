@@ -112,16 +112,21 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: ProcessGroup | No
     """This context-parallel rank's share: two chunks of every sequence.
 
     Args:
-        batch: tensors `[b, s, ...]` are cut along s, `attention_mask` `[b, 1, s, s]` along its rows; None stays.
+        batch: tensors `[b, s, ...]` are cut along s, `attention_mask` `[b, 1, s, s]` along its rows; None stays, and so
+            does a mask of one row for all queries.
         cp_group: None = the registered group.
     Raises: ConfigError if twice the number of ranks does not divide s.
     """
     group = cp_group or ProcessGroupCollection.use_mpu_process_groups().cp
     rank, size = group_rank(group), group_size(group)
     return {
-        name: x if x is None else split_sequence(x, rank, size, 2 if name == "attention_mask" else 1)
+        name: x if x is None else _share(x, rank, size, 2 if name == "attention_mask" else 1)
         for name, x in batch.items()
     }
+
+
+def _share(x: Tensor, rank: int, size: int, dim: int) -> Tensor:
+    return x if dim == 2 and x.shape[2] == 1 else split_sequence(x, rank, size, dim)
 
 
 def skip_batch(data_iterator: Iterator[Any] | list[Iterator[Any]], tp_group: ProcessGroup | None = None) -> None:

@@ -73,11 +73,15 @@ def _uneven_chunks(a: Namespace) -> bool | dict[str, Any]:
     """A sequence that does not fall into the chunks of context-parallel ranks."""
     cp, tp = a.context_parallel_size, a.tensor_model_parallel_size if a.sequence_parallel else 1
     unit = math.lcm(2 * cp, cp * tp)
-    if cp <= 1 or tp < 1 or not a.seq_length or a.seq_length % unit == 0:
+    names = ["seq_length", "decoder_seq_length"] if has_decoder_behind(a) else ["seq_length"]
+    uneven = [name for name in names if getattr(a, name) and unit > 0 and getattr(a, name) % unit]
+    if cp <= 1 or not uneven:
         return False
+    length = getattr(a, uneven[0])
     return {
+        "uneven": f"{flag_of(uneven[0])} {length}",
         "unit": unit,
-        "near": nearest_multiples(a.seq_length, unit),
+        "near": f"{flag_of(uneven[0])} {nearest_multiples(length, unit)}",
         "sequence_parallel_too": f", --sequence-parallel and --tensor-model-parallel-size {tp}" if tp > 1 else "",
         "shared_too": ", and its tensor-parallel ranks share the two" if tp > 1 else "",
     }
@@ -354,9 +358,9 @@ DERIVED: tuple[Rule, ...] = (
     ),
     Rule(
         _uneven_chunks,
-        "--seq-length {seq_length} with --context-parallel-size {context_parallel_size}{sequence_parallel_too}",
+        "{uneven} with --context-parallel-size {context_parallel_size}{sequence_parallel_too}",
         "a context-parallel rank takes an early and a late chunk{shared_too}: {unit} divides the length",
-        "--seq-length {near}, or another layout",
+        "{near}, or another layout",
     ),
     Rule(
         lambda a: a.tp_comm_overlap and not a.sequence_parallel,

@@ -48,6 +48,7 @@ ENCODER_DECODER: tuple[Rule, ...] = (
         lambda a: (
             has_decoder_behind(a)
             and a.sequence_parallel
+            and a.context_parallel_size == 1
             and bool(a.decoder_seq_length)
             and a.decoder_seq_length % a.tensor_model_parallel_size != 0
             and {"near": nearest_multiples(a.decoder_seq_length, a.tensor_model_parallel_size)}
@@ -105,6 +106,12 @@ ENCODER_DECODER: tuple[Rule, ...] = (
         "--pipeline-model-parallel-split-rank {pipeline_model_parallel_split_rank}",
         "it is the first stage of a decoder that stands behind an encoder, and this model is one stack",
         "leave it out, or pretrain_t5.py",
+    ),
+    Rule(
+        lambda a: a.position_embedding_type == "relative" and a.context_parallel_size > 1,
+        "--position-embedding-type relative with --context-parallel-size {context_parallel_size}",
+        "its bias is of the whole sequence by the whole sequence, and ranks attend block by block",
+        "--position-embedding-type rope or learned_absolute, or --context-parallel-size 1",
     ),
     Rule(
         lambda a: a.position_embedding_type == "relative" and a.attention_backend in ("flash", "fused"),

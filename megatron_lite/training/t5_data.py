@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.datasets.megatron_dataset import MegatronDataset
 from megatron_lite.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
-from megatron_lite.training.batch import read_batch
+from megatron_lite.training.batch import get_batch_on_this_cp_rank, read_batch
 from megatron_lite.training.data_loading import masked_options
 
 _NAMES = ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask")
@@ -58,6 +58,7 @@ def get_t5_batch(
     device: torch.device,
     vocab_size: int | None = None,
     tp_group: ProcessGroup | None = None,
+    cp_group: ProcessGroup | None = None,
 ) -> T5Batch:
     """The next micro-batch, on `device`. Arguments and errors as those of `batch.get_batch`.
 
@@ -65,10 +66,12 @@ def get_t5_batch(
     padding is behind all its tokens, where a causal mask hides it.
     """
     data = read_batch(data_iterator, _NAMES, _IDS, device, vocab_size, tp_group)
+    padding = (data.pop("enc_mask") == 0)[:, None, None]  # of all keys, wherever they are
+    data = get_batch_on_this_cp_rank(data, cp_group)
     return T5Batch(
         encoder_ids=data["text_enc"],
         decoder_ids=data["text_dec"],
         labels=data["labels"].clamp(min=0),  # -1 is no row of the vocabulary; its loss is masked
         loss_mask=data["loss_mask"].float(),
-        padding=(data["enc_mask"] == 0)[:, None, None],
+        padding=padding,
     )

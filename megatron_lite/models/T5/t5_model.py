@@ -20,9 +20,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite import collectives
+from megatron_lite.context_parallel.partition import split_sequence
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError
 from megatron_lite.initialization import deferred_initialization
@@ -180,6 +182,7 @@ class T5Model(LanguageModule):
                     config.rotary_interleaved,
                     seq_len_interpolation_factor,
                     rotary_base,
+                    cp_group=self.pg_collection.cp,
                 )
             buckets = relative_attention_num_buckets, relative_attention_max_distance
             if position_embedding_type == "relative" and in_encoder:
@@ -352,11 +355,19 @@ class T5Model(LanguageModule):
         encoded, x = encoder_hidden_states, None
         if encoded is None and self.add_encoder:
             assert encoder_ids is not None, "an encoder needs encoder_input_ids"
-            encoded = self.embedding(encoder_ids, _position_ids(encoder_ids))
+            encoded = self.embedding(encoder_ids, self._position_ids(encoder_ids))
         if self.add_decoder and not encoder_only:
             assert decoder_ids is not None, "a decoder needs decoder_input_ids"
-            x = self.embedding(decoder_ids, _position_ids(decoder_ids, cache.sequence_len_offset if cache else 0))
+            begin = cache.sequence_len_offset if cache else 0
+            x = self.embedding(decoder_ids, self._position_ids(decoder_ids, begin))
         return encoded, x
+
+    def _position_ids(self, ids: Tensor, begin: int = 0) -> Tensor:
+        """Where this rank's tokens stand: begin, begin + 1, ... of the whole sequence; a view: `[b, s]`."""
+        cp = self.pg_collection.cp
+        whole = torch.arange(begin, begin + ids.shape[1] * collectives.group_size(cp), device=ids.device)
+        share = split_sequence(whole, collectives.group_rank(cp), collectives.group_size(cp))
+        return share.unsqueeze(0).expand(ids.shape[0], -1)
 
     def _positions(
         self, stack: str, block: TransformerBlock, x: Any, cache: InferenceContext | None = None
@@ -375,11 +386,6 @@ class T5Model(LanguageModule):
             table: nn.Module = getattr(self, f"{stack}_relative_pos_emb")
             return {"attention_bias": table(length, begin + length, begin)}
         return {}
-
-
-def _position_ids(ids: Tensor, begin: int = 0) -> Tensor:
-    """0, 1, ... of each row, a view: `[b, s]`."""
-    return ids.new_ones(ids.shape[1]).cumsum(0).add_(begin - 1).unsqueeze(0).expand(ids.shape[0], -1)
 
 
 def _check(config: TransformerConfig, positions: str, half_loss: bool, has_stack: bool) -> None:
