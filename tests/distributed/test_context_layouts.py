@@ -26,6 +26,8 @@ ROWS = [
     Layout(model="llama", cp=2, tp=2, sp=True, flags=DOCUMENTS),
     Layout(cp=2, dp=2, exchange=("a2a",), distributed_optimizer=True, overlap_grad_reduce=True, flags=DOCUMENTS),
     Layout(cp=2, pp=2, exchange=("all_gather",), flags=DOCUMENTS),
+    Layout(model="t5-rope", cp=2, exchange=("all_gather",), recompute="full"),
+    Layout(model="t5-rope", cp=2, pp=2, exchange=("a2a",)),
     Layout(model="llama", cp=4, exchange=("a2a+p2p",), levels=(2, 2), flags=DOCUMENTS),
 ]
 

@@ -301,7 +301,7 @@ def test_what_a_rank_keeps_falls_with_the_number_of_ranks(world) -> None:
     one, two, four = (world(ranks).run(_kept, s)[0] for ranks in (1, 2, 4))
     assert one == 2 * two == 4 * four
     one, two, four = (world(ranks).run(_peak, s)[0] for ranks in (1, 2, 4))
-    assert two == pytest.approx(one / 2, rel=0.05) and four == pytest.approx(one / 4, rel=0.1), (one, two, four)
+    assert two == pytest.approx(one / 2, rel=0.05) and four == pytest.approx(one / 4, rel=0.15), (one, two, four)
 
 
 # -- packed documents --------------------------------------------------------------------------------------------
