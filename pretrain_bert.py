@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ARGS_DEFAULTS = training.defaults_of("bert")
 BATCH = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
+SPREAD = ("text", "types", "labels", "loss_mask")  # what context-parallel ranks have a part of
 LOWEST_IDS = {"text": 0, "labels": -1}  # nothing is asked where the label is -1
 
 
@@ -45,15 +46,19 @@ def loss_func(loss_mask: Tensor, is_random: Tensor, output: tuple[Tensor, Tensor
     losses, binary_logits = output
     mask = loss_mask.reshape(-1).float()
     lm_sum, masked = (losses.reshape(-1).float() * mask).sum(), mask.sum()
-    loss = lm_sum / masked.clamp(min=1)
+    # Context-parallel ranks each return their share of one mean; the first token and its loss are on the first rank.
+    all_masked = training.sum_over_context(masked)
+    loss = lm_sum / all_masked.clamp(min=1)
     reports = {"lm loss": (lm_sum.detach(), masked.detach())}
     if binary_logits is not None:
         sop_sum = cross_entropy(binary_logits.float(), is_random, ignore_index=-1, reduction="sum")
         samples = (is_random >= 0).sum().float()
+        if not training.holds_first_token():
+            sop_sum, samples = 0.0 * sop_sum, 0.0 * samples
         loss = loss + sop_sum / samples.clamp(min=1)
         reports["sop loss"] = (sop_sum.detach(), samples)
     if training.get_args().calculate_per_token_loss:
-        return loss * masked.clamp(min=1), masked, reports
+        return loss * all_masked.clamp(min=1), masked, reports
     return loss, reports
 
 
@@ -63,6 +68,7 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
     timers("batch-generator", log_level=2).start()
     batch = training.read_batch(data_iterator, BATCH, LOWEST_IDS, args.device, args.padded_vocab_size)
     timers("batch-generator").stop()
+    batch |= training.get_batch_on_this_cp_rank({name: batch[name] for name in SPREAD})
     types = batch["types"] if args.bert_binary_head else None
     output = model(batch["text"], batch["padding_mask"], tokentype_ids=types, lm_labels=batch["labels"])
     return output, partial(loss_func, batch["loss_mask"], batch["is_random"])

@@ -13,7 +13,14 @@ __getattr__, __dir__, __all__ = lazy_face(
             "validate_args",
         ],
         "bert_parts": ["bert_builder", "bert_dataset_class", "bert_dataset_config"],
-        "batch": ["Batch", "get_batch", "read_batch"],
+        "batch": [
+            "Batch",
+            "get_batch",
+            "get_batch_on_this_cp_rank",
+            "holds_first_token",
+            "read_batch",
+            "sum_over_context",
+        ],
         "checkpointing": ["load_checkpoint", "save_checkpoint"],
         "configs": [
             "DataConfig",

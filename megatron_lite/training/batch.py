@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.collectives import group_rank, group_size
+from megatron_lite.collectives import all_reduce, group_rank, group_size
 from megatron_lite.context_parallel.partition import split_sequence
 from megatron_lite.context_parallel.visibility import SegmentMask
 from megatron_lite.errors import DataError
@@ -123,6 +123,29 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: ProcessGroup | No
         name: x if x is None else _share(x, rank, size, 2 if name == "attention_mask" else 1)
         for name, x in batch.items()
     }
+
+
+def sum_over_context(count: Tensor, cp_group: ProcessGroup | None = None) -> Tensor:
+    """A number of this rank's part of some sequences, summed over the ranks that hold the other parts; a copy.
+
+    For loss functions that divide by it themselves. What they return then is this rank's share of the mean.
+
+    Args:
+        cp_group: None = the registered group.
+    """
+    total = count.detach().clone()
+    group = cp_group or ProcessGroupCollection.use_mpu_process_groups().cp
+    all_reduce(total, group, purpose="tokens of a micro-batch")
+    return total
+
+
+def holds_first_token(cp_group: ProcessGroup | None = None) -> bool:
+    """Whether the first token of every sequence is in this context-parallel rank's part.
+
+    Args:
+        cp_group: None = the registered group.
+    """
+    return group_rank(cp_group or ProcessGroupCollection.use_mpu_process_groups().cp) == 0
 
 
 def _share(x: Tensor, rank: int, size: int, dim: int) -> Tensor:

@@ -46,6 +46,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"tokenizer_type": "BertWordPieceLowerCase"},
         reads_sentences=True,
         every_stage_reads=True,
+        splits_sequences=True,
     ),
     "t5": Family(
         title="T5",

@@ -20,15 +20,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from megatron_lite import collectives
-from megatron_lite.context_parallel.partition import split_sequence
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError
 from megatron_lite.initialization import deferred_initialization
-from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding, position_ids_of
 from megatron_lite.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron_lite.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron_lite.models.common.language_module.language_module import LanguageModule
@@ -355,19 +353,12 @@ class T5Model(LanguageModule):
         encoded, x = encoder_hidden_states, None
         if encoded is None and self.add_encoder:
             assert encoder_ids is not None, "an encoder needs encoder_input_ids"
-            encoded = self.embedding(encoder_ids, self._position_ids(encoder_ids))
+            encoded = self.embedding(encoder_ids, position_ids_of(encoder_ids, self.pg_collection.cp))
         if self.add_decoder and not encoder_only:
             assert decoder_ids is not None, "a decoder needs decoder_input_ids"
             begin = cache.sequence_len_offset if cache else 0
-            x = self.embedding(decoder_ids, self._position_ids(decoder_ids, begin))
+            x = self.embedding(decoder_ids, position_ids_of(decoder_ids, self.pg_collection.cp, begin))
         return encoded, x
-
-    def _position_ids(self, ids: Tensor, begin: int = 0) -> Tensor:
-        """Where this rank's tokens stand: begin, begin + 1, ... of the whole sequence; a view: `[b, s]`."""
-        cp = self.pg_collection.cp
-        whole = torch.arange(begin, begin + ids.shape[1] * collectives.group_size(cp), device=ids.device)
-        share = split_sequence(whole, collectives.group_rank(cp), collectives.group_size(cp))
-        return share.unsqueeze(0).expand(ids.shape[0], -1)
 
     def _positions(
         self, stack: str, block: TransformerBlock, x: Any, cache: InferenceContext | None = None

@@ -15,12 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_lite import collectives
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError
 from megatron_lite.initialization import deferred_initialization
 from megatron_lite.models.bert.bert_lm_head import BertLMHead
 from megatron_lite.models.bert.pooler import Pooler
-from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding, position_ids_of
 from megatron_lite.models.common.embeddings.rotary_choice import rotary_angles
 from megatron_lite.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron_lite.models.common.language_module.language_module import LanguageModule
@@ -119,6 +120,7 @@ class BertModel(LanguageModule):
                     config.rotary_interleaved,
                     seq_len_interpolation_factor,
                     rotary_base,
+                    cp_group=self.pg_collection.cp,
                 )
             self.encoder = TransformerBlock(
                 config,
@@ -165,8 +167,8 @@ class BertModel(LanguageModule):
         return (attention_mask < 0.5)[:, None, None, :]
 
     def bert_position_ids(self, token_ids: Tensor) -> Tensor:
-        """0, 1, ... for each row of `[b, s]`."""
-        return torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+        """0, 1, ... for each row of `[b, s]`; with context parallelism those of the tokens that this rank holds."""
+        return position_ids_of(token_ids, self.pg_collection.cp)
 
     def forward(
         self,
@@ -180,9 +182,13 @@ class BertModel(LanguageModule):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """What the heads say on the last stage, hidden states `[s, b, h]` on others.
 
+        With context parallelism s is this rank's share of the sequence, and binary logits mean something on the rank
+        that holds the first token, the first one.
+
         Args:
             input_ids, tokentype_ids: `[b, s]`; not looked at beyond the first stage.
-            attention_mask: `[b, s]`, 1 = token, 0 = padding; or bool `[b, 1, s or 1, s]`, True = hidden.
+            attention_mask: of the whole sequence: `[b, s]`, 1 = token, 0 = padding; or bool `[b, 1, s or 1, s]`, True =
+                hidden.
             lm_labels: `[b, s]`: the token that belongs here; where no loss counts any number outside the vocabulary.
             inference_context: accepted as Megatron has it: an encoder keeps nothing from call to call.
         Returns: (loss per token `[b, s]`, or without labels logits `[b, s, v/t]`; binary logits `[b, 2]` or None).
@@ -198,7 +204,7 @@ class BertModel(LanguageModule):
             held = encoder_input if encoder_input is not None else self.encoder.input_tensor
             assert held is not None, "a later stage needs set_input_tensor"
             length = self.rotary_pos_emb.get_rotary_seq_len(None, self.encoder, held, self.config)
-            rotary = rotary_angles(self.rotary_pos_emb, length, None, self.config, held.device)
+            rotary = rotary_angles(self.rotary_pos_emb, length, None, self.config, held.device, self.pg_collection.cp)
         hidden_states = self.encoder(encoder_input, hidden, rotary_pos_emb=rotary)
         if not self.post_process:
             return hidden_states
@@ -218,6 +224,12 @@ class BertModel(LanguageModule):
 
     def _embeddings(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         """The mean over positions 1 to n - 2 of n tokens; zeros where there are none."""
+        if collectives.group_size(self.pg_collection.cp) > 1:
+            raise ConfigError(
+                "embeddings of BERT on context-parallel ranks",
+                why="they are means over whole sequences",
+                fix="--context-parallel-size 1",
+            )
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
+from megatron_lite.context_parallel.partition import split_sequence
 from megatron_lite.fusions.bias_dropout_add import dropout
 from megatron_lite.initialization import set_init
 from megatron_lite.sharding import whole
@@ -18,6 +19,13 @@ from megatron_lite.tensor_parallel.mappings import default_group, scatter_to_seq
 from megatron_lite.tensor_parallel.random import get_cuda_rng_tracker
 from megatron_lite.transformer.module import MegatronModule
 from megatron_lite.transformer.transformer_config import TransformerConfig
+
+
+def position_ids_of(ids: Tensor, cp_group: ProcessGroup | None, begin: int = 0) -> Tensor:
+    """Where the tokens `[b, s/cp]` that this rank holds stand in their sequences, which begin at `begin`; a view."""
+    size = collectives.group_size(cp_group)
+    whole = torch.arange(begin, begin + ids.shape[1] * size, device=ids.device)
+    return split_sequence(whole, collectives.group_rank(cp_group), size).unsqueeze(0).expand(ids.shape[0], -1)
 
 
 class LanguageModelEmbedding(MegatronModule):
