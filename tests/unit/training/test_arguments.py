@@ -90,7 +90,7 @@ def test_an_unknown_flag_gets_a_did_you_mean(flag: str, likely: str) -> None:
 def test_all_mistakes_of_a_command_line_are_told_at_once() -> None:
     text = error_of(
         "stray --num-layrs 2 --hidden-size wide --lr --normalization Rmsnorm --rampup-batch-size 1 2 --swiglu=yes "
-        "--context-parallel-size 2 --perform-rl-step --use-legacy-models"
+        "--mup-base-hidden-size 2 --perform-rl-step --use-legacy-models"
     )
     for found in (
         "10 problems with the flags",
@@ -101,7 +101,7 @@ def test_all_mistakes_of_a_command_line_are_told_at_once() -> None:
         "did you mean RMSNorm?",
         "--rampup-batch-size 1 2: 3 values expected",
         "--swiglu is a switch",
-        "--context-parallel-size 2: context parallelism has not landed",
+        "--mup-base-hidden-size 2: width-transfer parametrisation has not landed",
         "--perform-rl-step is not supported: reinforcement learning",
         "--use-legacy-models",
     ):
