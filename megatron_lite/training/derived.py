@@ -177,6 +177,41 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         lambda a: bool(a.tensorboard_dir or a.wandb_project),
         "--tensorboard-dir FOLDER",
     ),
+    (
+        "--moe-layer-freq --moe-router-topk --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff "
+        "--moe-router-score-function --moe-router-pre-softmax --moe-router-topk-scaling-factor "
+        "--moe-router-dtype --moe-router-enable-expert-bias --moe-input-jitter-eps "
+        "--moe-expert-capacity-factor --moe-token-dispatcher-type --moe-grouped-gemm --moe-per-layer-logging",
+        lambda a: bool(a.num_experts),
+        "--num-experts N",
+    ),
+    (
+        "--moe-aux-loss-coeff",
+        lambda a: not a.num_experts or a.moe_router_load_balancing_type not in ("none", "sinkhorn"),
+        "--moe-router-load-balancing-type aux_loss",
+    ),
+    (
+        "--moe-router-bias-update-rate",
+        lambda a: a.moe_router_enable_expert_bias,
+        "--moe-router-enable-expert-bias",
+    ),
+    (
+        "--moe-token-drop-policy",
+        lambda a: a.moe_expert_capacity_factor is not None,
+        "--moe-expert-capacity-factor X",
+    ),
+    ("--moe-upcycling-granularity", lambda a: a.moe_use_upcycling, "--moe-use-upcycling"),
+    (
+        "--moe-routing-trace-max-training-iters --moe-routing-trace-capture-logits "
+        "--moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights",
+        lambda a: bool(a.moe_routing_trace_path),
+        "--moe-routing-trace-path FOLDER",
+    ),
+    (
+        "--moe-per-layer-logging",
+        lambda a: not a.num_experts or bool(a.tensorboard_dir or a.wandb_project),
+        "--tensorboard-dir FOLDER",
+    ),
     ("--wandb-exp-name --wandb-save-dir --wandb-entity", lambda a: bool(a.wandb_project), "--wandb-project NAME"),
     (
         "--profile-step-start --profile-step-end --profile-ranks --use-pytorch-profiler",

@@ -151,6 +151,7 @@ def _model(given: Namespace, small: Namespace) -> list[str]:
     if given.ffn_hidden_size is not None:
         small.ffn_hidden_size = _multiple(given.ffn_hidden_size / hidden * small.hidden_size, 8 * tp)
     _positions(given, small)
+    experts = _experts(given, small)
     small.seq_length = SEQ_LENGTH
     small.encoder_seq_length = None
     small.max_position_embeddings = SEQ_LENGTH
@@ -163,7 +164,40 @@ def _model(given: Namespace, small: Namespace) -> list[str]:
     return [
         f"{small.num_layers} layers of {small.hidden_size} with {small.num_attention_heads} heads in {small_groups} "
         f"groups, instead of {given.num_layers} of {hidden} with {heads} in {groups}",
+        *experts,
         f"{SEQ_LENGTH} tokens of a vocabulary of {VOCABULARY}",
+    ]
+
+
+def _experts(given: Namespace, small: Namespace) -> list[str]:
+    """A few experts, of which a token chooses as before, some of them on other ranks where the real ones are."""
+    if not given.num_experts:
+        return []
+    tp = small.tensor_model_parallel_size
+    small.expert_tensor_parallel_size = None
+    if given.expert_tensor_parallel_size is not None:
+        small.expert_tensor_parallel_size = _nearest(given.expert_tensor_parallel_size, tp)
+    expert_tp = small.expert_tensor_parallel_size or tp
+    ranks = small.world_size // small.pipeline_model_parallel_size // expert_tp
+    small.expert_model_parallel_size = 2 if given.expert_model_parallel_size > 1 and ranks % 2 == 0 else 1
+    small.num_experts = given.num_experts if given.num_experts <= 8 else 8
+    small.moe_router_topk = min(given.moe_router_topk, max(2, small.num_experts // 2))
+    if given.moe_router_num_groups:  # of two experts each
+        small.moe_router_num_groups = small.num_experts // 2
+        small.moe_router_group_topk = min(given.moe_router_group_topk, small.moe_router_topk, small.num_experts // 2)
+        small.moe_router_topk = min(small.moe_router_topk, 2 * small.moe_router_group_topk)
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        width = getattr(given, name)
+        if width is not None:
+            setattr(small, name, _multiple(width / given.hidden_size * small.hidden_size, 8 * tp))
+    if isinstance(given.moe_layer_freq, list):
+        small.moe_layer_freq = given.moe_layer_freq[: small.num_layers]
+        if 1 not in small.moe_layer_freq:
+            small.moe_layer_freq = [*small.moe_layer_freq[:-1], 1]
+    before = (given.num_experts, given.moe_router_topk, given.expert_model_parallel_size)
+    return [
+        f"{small.num_experts} experts, {small.moe_router_topk} for a token, on {small.expert_model_parallel_size} "
+        "rank(s), instead of {}, {} and {}".format(*before)
     ]
 
 

@@ -35,6 +35,13 @@ VALUE = {
     "--muon-coefficient-type": "simple",
     "--muon-tp-mode": "blockwise",
     "--muon-scalar-optimizer": "lion",
+    "--moe-router-topk": "2",
+    "--moe-router-score-function": "sigmoid",
+    "--moe-router-dtype": "fp32",
+    "--moe-router-load-balancing-type": "none",
+    "--moe-input-jitter-eps": "0.1",
+    "--moe-token-dispatcher-type": "alltoall",
+    "--moe-token-drop-policy": "position",
 }
 # How each row is switched on, and what it needs beside.
 ON = {
@@ -70,6 +77,15 @@ ON = {
     "--tensorboard-log-interval": "--tensorboard-dir x",
     "--wandb-exp-name": "--wandb-project x --wandb-exp-name x",
     "--profile-step-start": "--profile",
+    "--moe-layer-freq": "--num-experts 4 --moe-router-score-function sigmoid --tensorboard-dir x",
+    "--moe-aux-loss-coeff": "--num-experts 4",
+    "--moe-router-bias-update-rate": (
+        "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    ),
+    "--moe-token-drop-policy": "--num-experts 4 --moe-expert-capacity-factor 1",
+    "--moe-upcycling-granularity": "--num-experts 4 --moe-use-upcycling --load x --save y --save-interval 3",
+    "--moe-routing-trace-max-training-iters": "--num-experts 4 --moe-routing-trace-path x",
+    "--moe-per-layer-logging": "--num-experts 4 --tensorboard-dir x",
 }
 OFF = {
     "--adam-beta1": "--optimizer sgd",

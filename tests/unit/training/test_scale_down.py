@@ -49,6 +49,33 @@ def test_a_shape_that_could_not_start_is_not_made_legal_by_scaling():
 
 @settings(deadline=None)
 @given(
+    experts=st.sampled_from([2, 4, 8, 64, 256]),
+    topk=st.sampled_from([2, 4, 8]),
+    groups=st.sampled_from([None, (2, 1), (8, 4)]),
+    ep=st.sampled_from([1, 2, 8]),
+    tp=st.sampled_from([1, 4]),
+    expert_tp=st.sampled_from([None, 1]),
+    pattern=st.sampled_from(["1", "2", "[0]*3+[1]*77"]),
+)
+def test_experts_become_few_and_stay_spread(experts, topk, groups, ep, tp, expert_tp, pattern):
+    """Any legal choice stays one; a real exchange between ranks is checked as one."""
+    count, kept = groups or (1, 1)
+    if topk > experts or experts % count or topk < kept or topk > kept * experts // count or experts % ep:
+        return
+    words = f"--num-experts {experts} --moe-router-topk {topk} --moe-ffn-hidden-size 2048 --moe-layer-freq {pattern}"
+    words += f" --moe-shared-expert-intermediate-size 1024 --expert-model-parallel-size {ep}"
+    words += f" --tensor-model-parallel-size {tp}" + " --sequence-parallel" * (tp > 1)
+    words += "" if groups is None else f" --moe-router-num-groups {count} --moe-router-group-topk {kept}"
+    words += "" if expert_tp is None else f" --expert-tensor-parallel-size {expert_tp}"
+    small, changes = small_of(*words.split(), dp=8)
+    validate_args(alone(small), 1)
+    validate_args(small, small.world_size)
+    assert small.num_experts <= 8 and small.expert_model_parallel_size == min(ep, 2)
+    assert any(f"instead of {experts}, {topk} and {ep}" in line for line in changes)
+
+
+@settings(deadline=None)
+@given(
     tp=st.sampled_from([1, 2, 4, 8, 16]),
     heads_per_rank=st.integers(1, 8),
     groups=st.sampled_from([0, 1, 2, 4, 8, 16]),
