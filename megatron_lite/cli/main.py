@@ -38,6 +38,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "does a layout train what one process trains? Tries it with a small copy of your model",
     ),
     "plan": ("megatron_lite.cli.plan", "what the stages of a pipeline do and when, with a picture"),
+    "dry-run": (
+        "megatron_lite.cli.dry_run",
+        "may a run of N ranks start, and what would each hold? Needs none of them",
+    ),
     "report": ("megatron_lite.cli.report", "loss.png and report.html of a run"),
 }
 

@@ -71,26 +71,31 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
     set_rank(dist.get_rank(), dist.get_world_size())
     check_stage_transport(args, dist.get_backend())
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            nccl_communicator_config_path=args.nccl_communicator_config_path,
-            distributed_timeout_minutes=args.distributed_timeout_minutes,
-            order=PIPELINE_BEFORE_DATA if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
-            high_priority_stream_groups=args.high_priority_stream_groups,
-        )
+        initialize_groups(args)
         print_rank_0(f"> initialized tensor model parallel with size {args.tensor_model_parallel_size}")
         print_rank_0(f"> initialized pipeline model parallel with size {args.pipeline_model_parallel_size}")
     print_rank_0(f"> setting random seeds to {args.seed} ...")
     groups = ProcessGroupCollection.use_mpu_process_groups()
     set_random_seed(seed_of_rank(args, groups))
     return groups
+
+
+def initialize_groups(args: Namespace) -> ProcessGroupCollection:
+    """Make and register the process groups of `args`; torch.distributed is up."""
+    return parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order=PIPELINE_BEFORE_DATA if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        high_priority_stream_groups=args.high_priority_stream_groups,
+    )
 
 
 def check_stage_transport(args: Namespace, backend: str) -> None:

@@ -35,16 +35,12 @@ from megatron_lite.transformer.transformer_block import layout_of
 ModelProvider = Callable[..., nn.Module]
 
 
-def get_model(
-    model_provider_func: ModelProvider,
-    model_type: ModelType,
-    args: Namespace,
-    pg_collection: ProcessGroupCollection,
-    wrap_with_ddp: bool = True,
+def build_chunks(
+    model_provider_func: ModelProvider, model_type: ModelType, args: Namespace, pg_collection: ProcessGroupCollection
 ) -> list[nn.Module]:
-    """This rank's model chunks, on its device, in its number format, under DDP."""
-    tp, pp = collectives.group_rank(pg_collection.tp), collectives.group_rank(pg_collection.pp)
-    stages, virtual = collectives.group_size(pg_collection.pp), args.virtual_pipeline_model_parallel_size
+    """This rank's model chunks as the script builds them."""
+    pp, stages = collectives.group_rank(pg_collection.pp), collectives.group_size(pg_collection.pp)
+    virtual = args.virtual_pipeline_model_parallel_size
     modules = []
     for chunk in range(virtual or 1):
         ends = {
@@ -55,6 +51,20 @@ def get_model(
         module.model_type = model_type  # type: ignore[assignment]
         modules.append(module)
     vary_over_context_parallel_ranks(pg_collection.cp)
+    return modules
+
+
+def get_model(
+    model_provider_func: ModelProvider,
+    model_type: ModelType,
+    args: Namespace,
+    pg_collection: ProcessGroupCollection,
+    wrap_with_ddp: bool = True,
+) -> list[nn.Module]:
+    """This rank's model chunks, on its device, in its number format, under DDP."""
+    modules = build_chunks(model_provider_func, model_type, args, pg_collection)
+    tp, pp = collectives.group_rank(pg_collection.tp), collectives.group_rank(pg_collection.pp)
+    stages = collectives.group_size(pg_collection.pp)
     config: Any = getattr(modules[0], "config", None) or core_transformer_config_from_args(args)
     if collectives.group_rank(pg_collection.dp_cp) == 0:
         count = sum(p.numel() for module in modules for p in module.parameters())

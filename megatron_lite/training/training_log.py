@@ -36,6 +36,7 @@ from megatron_lite.training.derived import tokens_per_sample
 from megatron_lite.training.evaluation import perplexity, result_line, validation_tag
 from megatron_lite.training.expert_log import ExpertLog, ExpertStatistics
 from megatron_lite.training.flops import num_floating_point_operations
+from megatron_lite.training.memory_estimate import memory_of
 from megatron_lite.training.train_step import StepResult
 from megatron_lite.transformer.moe.moe_rules import moe_layers
 
@@ -361,22 +362,11 @@ def _metrics_file(args: Namespace) -> Any:
 # -- the summary before the start --------------------------------------------------------------------------------
 def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: ProcessGroupCollection) -> None:
     """Rank 0 says once what will be done: layout, parameters, memory that is known ahead, tokens per step."""
-    every = [p for chunk in model for p in chunk.parameters()]
-    params = sum(p.numel() for p in every)
-    spread = sum(p.numel() for p in every if not getattr(p, "allreduce", True))  # reduced over other ranks
-    item = {"torch.float32": 4}.get(str(args.params_dtype), 2)
-    grad_item = 4 if args.accumulate_allreduce_grads_in_fp32 or item == 4 else 2
-    main = 0 if item == 4 else 4
-    sharing = args.data_parallel_size * args.context_parallel_size // args.num_distributed_optimizer_instances
-    experts_sharing = group_size(pg_collection.expt_dp) // args.num_distributed_optimizer_instances
-    shards, expert_shards = (sharing, experts_sharing) if args.use_distributed_optimizer else (1, 1)
-    state = _moment_bytes(args) + main
-    rows = [
-        ("weights", params * item),
-        ("gradients", params * grad_item),
-        ("optimizer state", (params - spread) * state // shards + spread * state // expert_shards),
-    ]
-    total = sum(size for _, size in rows)
+    sizes = {True: 0, False: 0}  # experts' parameters, all others
+    for chunk in model:
+        for param in chunk.parameters():
+            sizes[not getattr(param, "allreduce", True)] += param.numel()
+    params = sum(sizes.values())
     batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
     length = tokens_per_sample(args)
     lines = [
@@ -386,43 +376,13 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
         f" on {args.device.type}",
         f"  parameters        {params:,} on this rank, {str(args.params_dtype).removeprefix('torch.')}",
         *_experts_line(args),
-        "  memory per rank   "
-        + " + ".join(f"{name} {_size(size)}" for name, size in rows)
-        + f" = {_size(total)}, and activations",
+        f"  memory per rank   {memory_of(args, sizes[False], sizes[True])}, and activations",
         f"  a step            {batch} samples x {length} = {batch * length:,} tokens in "
         f"{get_num_microbatches()} micro-batch(es) a rank",
         f"  the run           {args.train_iters:,} iterations, of which {args.iteration:,} are done",
     ]
     for line in lines:
         print_rank_0(line)
-
-
-def _experts_line(args: Namespace) -> list[str]:
-    if not args.num_experts:
-        return []
-    layers, ep = (
-        sum(moe_layers(args.num_layers, args.num_experts, args.moe_layer_freq)),
-        args.expert_model_parallel_size,
-    )
-    return [
-        f"  experts           {args.num_experts} in {layers} of {args.num_layers} layers, {args.moe_router_topk} for a "
-        f"token; {args.num_experts // ep} of a layer on a rank (ep {ep}, expert tp {args.expert_tensor_parallel_size})"
-    ]
-
-
-def _moment_bytes(args: Namespace) -> int:
-    """Bytes per parameter of the optimizer's moments; of muon those of a matrix, which most parameters are in."""
-    widths = {"fp32": 4, "bf16": 2}
-    adam = widths[args.exp_avg_dtype] + widths[args.exp_avg_sq_dtype]
-    return {"adam": adam, "sgd": 4 if args.sgd_momentum else 0, "lion": 4, "muon": 4}[args.optimizer]
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
 
 
 def print_memory(iteration: int, device: torch.device, pg_collection: ProcessGroupCollection) -> None:

@@ -1,0 +1,113 @@
+"""The scripts of `examples/`: sound shell, flags that make a run of their size, a run that trains when made small.
+
+A script starts `${LAUNCHER:-torchrun}`; here that is `echo`, so that its words come out. A new one is a row of
+EXAMPLES.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.cli import dry_run, verify
+from tests.e2e.launch import ROOT, environment
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script of `examples/`.
+
+    words: what it is called with. vocabulary: size of the tokenizer that its files would make.
+    parameters: of the whole model, as a formula or as published; None where nobody has said.
+    steps: of the small run.
+    """
+
+    path: str
+    words: tuple[str, ...]
+    vocabulary: int
+    parameters: int | None = None
+    steps: int = 2
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.removesuffix(".sh")
+
+
+def gpt(layers: int, hidden: int, vocabulary: int, positions: int) -> int:
+    """Parameters of GPT-2's architecture with a tied table: 12h^2 + 13h a layer, the tables, the last norm."""
+    return layers * (12 * hidden**2 + 13 * hidden) + (vocabulary + positions + 2) * hidden
+
+
+EXAMPLES = [
+    Example(
+        "gpt3/train_gpt3_175b_distributed.sh",
+        ("checkpoints", "tensorboard", "vocab.json", "merges.txt", "data"),
+        vocabulary=50257,
+        parameters=gpt(96, 12288, 51200, 2048),  # 174.6 billion; the paper counts 50,257 tokens
+    ),
+]
+
+
+def started(example: Example) -> tuple[int, str, list[str]]:
+    """Ranks, entry script and flags of what the example would start."""
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / example.path), *example.words],
+        env=environment(LAUNCHER="echo", **dict(example.environment)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    at = next(i for i, word in enumerate(words) if re.fullmatch(r"pretrain_\w+\.py", word))
+    launcher = dict(zip(words[:at:2], words[1:at:2]))
+    return int(launcher["--nproc_per_node"]) * int(launcher["--nnodes"]), words[at], words[at + 1 :]
+
+
+each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+
+
+def test_every_script_is_in_the_table() -> None:
+    found = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("train*.sh")}
+    assert found == {example.path for example in EXAMPLES}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").rglob("*.sh")), ids=lambda path: str(path.relative_to(ROOT / "examples"))
+)
+def test_it_is_sound_shell(path: Path) -> None:
+    checks = [["bash", "-n", str(path)]]
+    if shutil.which("shellcheck"):
+        checks.append(["shellcheck", str(path)])
+    for check in checks:
+        done = subprocess.run(check, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert path.stat().st_mode & 0o111, "not executable"
+
+
+@each
+def test_the_run_of_its_size_may_start(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under fake process groups; its parameters sum to the published size."""
+    ranks, script, flags = started(example)
+    dry_run.main(
+        ["--ranks", str(ranks), "--script", str(ROOT / script), "--vocabulary", str(example.vocabulary), *flags]
+    )
+    told = re.search(r"the model has ([\d,]+) parameters", capsys.readouterr().out)
+    assert told
+    if example.parameters is not None:
+        assert int(told[1].replace(",", "")) == example.parameters
+
+
+@pytest.mark.slow
+@each
+def test_it_trains_when_made_small(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same kind of layout on a few ranks of this machine, against one process."""
+    _, script, flags = started(example)
+    status = verify.main(["--script", str(ROOT / script), "--steps", str(example.steps), *flags])
+    assert status == 0, capsys.readouterr().out
