@@ -70,6 +70,8 @@ def started(example: Example) -> tuple[int, str, list[str]]:
     return int(launcher["--nproc_per_node"]) * int(launcher["--nnodes"]), words[at], words[at + 1 :]
 
 
+SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch"))
+
 each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 
 
@@ -78,9 +80,7 @@ def test_every_script_is_in_the_table() -> None:
     assert found == {example.path for example in EXAMPLES}
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "examples").rglob("*.sh")), ids=lambda path: str(path.relative_to(ROOT / "examples"))
-)
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_it_is_sound_shell(path: Path) -> None:
     checks = [["bash", "-n", str(path)]]
     if shutil.which("shellcheck"):
@@ -111,3 +111,43 @@ def test_it_trains_when_made_small(example: Example, capsys: pytest.CaptureFixtu
     _, script, flags = started(example)
     status = verify.main(["--script", str(ROOT / script), "--steps", str(example.steps), *flags])
     assert status == 0, capsys.readouterr().out
+
+
+# -- jobs of SLURM -----------------------------------------------------------------------------------------------
+
+JOB = {
+    "SLURM_JOB_NAME": "job",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_JOB_NODELIST": "node[1-4]",
+    "TEE": "0",
+}
+
+
+@pytest.mark.parametrize("name", ["train_gpt.sbatch", "train_gpt_srun.sbatch"])
+def test_a_job_of_slurm_may_start(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """srun and scontrol are played by stubs: srun runs the words that follow its options once, and they are an echo."""
+    for tool, text in {
+        "srun": 'while [[ $1 == --* ]]; do if [[ $1 == *=* ]]; then shift; else shift 2; fi; done; exec "$@"',
+        "scontrol": "echo node1; echo node2",
+    }.items():
+        (tmp_path / tool).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / tool).chmod(0o755)
+    path = f"{tmp_path}:{environment()['PATH']}"
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "slurm" / name), "data", "tokenizer.model", "--train-iters", "10"],
+        env=environment(**JOB, PATH=path, LAUNCHER="echo", PYTHON="echo", RUN=str(tmp_path / "run")),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    flags = words[words.index("pretrain_gpt.py") + 1 :]
+    assert "--exit-signal-handler" in flags and flags[-2:] == ["--train-iters", "10"]
+    if name == "train_gpt.sbatch":
+        assert words[words.index("--rdzv_endpoint") + 1] == "node1:24711"
+    flags = [word if not word.startswith("configs/") else str(ROOT / word) for word in flags]
+    dry_run.main(["--ranks", "32", "--vocabulary", "128256", *flags])
+    assert "32 ranks = " in capsys.readouterr().out
