@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from megatron_lite import collectives
-from megatron_lite.collectives import group_size
 from megatron_lite.log import print_rank_0, print_rank_last, rank_and_world_size, say
 from megatron_lite.num_microbatches_calculator import get_num_microbatches
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -383,6 +382,19 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
     ]
     for line in lines:
         print_rank_0(line)
+
+
+def _experts_line(args: Namespace) -> list[str]:
+    if not args.num_experts:
+        return []
+    layers, ep = (
+        sum(moe_layers(args.num_layers, args.num_experts, args.moe_layer_freq)),
+        args.expert_model_parallel_size,
+    )
+    return [
+        f"  experts           {args.num_experts} in {layers} of {args.num_layers} layers, {args.moe_router_topk} for a "
+        f"token; {args.num_experts // ep} of a layer on a rank (ep {ep}, expert tp {args.expert_tensor_parallel_size})"
+    ]
 
 
 def print_memory(iteration: int, device: torch.device, pg_collection: ProcessGroupCollection) -> None:
