@@ -27,6 +27,10 @@ CAPABILITIES = {
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
     "launch": ("this way to stop", "--exit-signal-handler, --exit-interval or --exit-duration-in-mins"),
     "mamba": ("state-space (Mamba) layers", "attention layers"),
+    "expert overlap": (
+        "a schedule that computes one micro-batch while the tokens of another travel",
+        "leave it out: --moe-shared-expert-overlap hides a part of the exchange",
+    ),
     "moe": ("this option of experts", "leave it out"),
     "mup": ("width-transfer parametrisation", "leave it out"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),

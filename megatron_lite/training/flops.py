@@ -7,7 +7,8 @@ and of all key heads:
 
     6 * { T * [ (3 or 2) * h * (f Ld + (fm K + fs) Lm)  +  L * (h * (q + 2 r) + q * h)  +  h * V ]  +  S2 * L * q }
 
-An expert is fm wide, a token goes to K of them and to shared experts of together fs. The router is left out.
+An expert is fm wide, a token goes to K of them and to shared experts of together fs. The router is left out. With a
+latent size l routed experts have l in place of h, and 2 h l for the projections is added.
 
 BERT's attention counts in full, and its masks' head is one matrix more, h * h.
 
@@ -36,7 +37,7 @@ def num_floating_point_operations(args: Namespace, batch_size: int) -> float:
     key = args.kv_channels * groups
     if has_decoder_behind(args):
         return 6 * batch_size * _encoder_and_decoder(args, query, 3 if args.swiglu or args.quick_geglu else 2)
-    mlps = (3 if args.swiglu or args.quick_geglu else 2) * h * _inner_widths(args)
+    mlps = _mlps(args, 3 if args.swiglu or args.quick_geglu else 2)
     attention = h * (query + 2 * key) + query * h
     logits = h * args.padded_vocab_size
     scores = s * s * layers * query
@@ -45,13 +46,15 @@ def num_floating_point_operations(args: Namespace, batch_size: int) -> float:
     return 6 * batch_size * (s * (mlps + layers * attention + logits) + scores)
 
 
-def _inner_widths(args: Namespace) -> int:
-    """Inner width of the MLPs that a token passes through, over all layers."""
-    experts = sum(moe_layers(args.num_layers, args.num_experts, args.moe_layer_freq))
-    width = 0
-    if experts:
-        width = args.moe_ffn_hidden_size * args.moe_router_topk + (args.moe_shared_expert_intermediate_size or 0)
-    return args.ffn_hidden_size * (args.num_layers - experts) + width * experts
+def _mlps(args: Namespace, matrices: int) -> int:
+    """Matrix elements of the MLPs that a token passes through, over all layers. matrices: of one."""
+    h, experts = args.hidden_size, sum(moe_layers(args.num_layers, args.num_experts, args.moe_layer_freq))
+    dense = matrices * h * args.ffn_hidden_size * (args.num_layers - experts)
+    if not experts:
+        return dense
+    latent = args.moe_latent_size
+    routed = matrices * (latent or h) * args.moe_ffn_hidden_size * args.moe_router_topk + 2 * h * (latent or 0)
+    return dense + experts * (routed + matrices * h * (args.moe_shared_expert_intermediate_size or 0))
 
 
 def _encoder_and_decoder(args: Namespace, query: int, matrices: int) -> float:

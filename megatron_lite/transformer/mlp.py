@@ -40,6 +40,7 @@ class MLP(MegatronModule):
         ffn_hidden_size: None = the config's.
         tp_group: None = the registered tensor-parallel group.
         bias: None = the config's `add_bias_linear`.
+        output_size: None = hidden_size.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class MLP(MegatronModule):
         ffn_hidden_size: int | None = None,
         tp_group: ProcessGroup | None = None,
         bias: bool | None = None,
+        output_size: int | None = None,
     ):
         super().__init__(config)
         bias = config.add_bias_linear if bias is None else bias
@@ -79,7 +81,7 @@ class MLP(MegatronModule):
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             width,
-            config.hidden_size,
+            config.hidden_size if output_size is None else output_size,
             config=config,
             init_method=config.output_layer_init_method,
             bias=bias,

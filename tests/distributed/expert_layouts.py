@@ -1,12 +1,13 @@
 """Rows of the matrix in which experts are spread over ranks: the whole table, and the part of it that the suite runs.
 
-`python -m tests.distributed.expert_layouts [--part I/N]` runs the whole table (some hundred rows on up to 8 ranks).
+`python -m tests.distributed.expert_layouts [--part I/N] [--context]` runs the whole table (some hundred rows on up to 8 ranks).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from megatron_lite.training.layout_check import table
@@ -53,6 +54,22 @@ def whole_table() -> list[Layout]:
     return [row(*size, dispatcher, capacity, n) for n, (size, dispatcher, capacity) in enumerate(cells)]
 
 
+def context_rows() -> list[Layout]:
+    """Sequences and experts spread together: cp 2, 4 x comm type x ep 2, 4 x expert tp, tp, pp, dp where they fit."""
+    sizes = [
+        (cp, ep, etp, tp, pp, dp)
+        for cp, ep, etp, tp, pp, dp in itertools.product((2, 4), (2, 4), (1, 2), (1, 2), (1, 2), (1, 2))
+        if cp * tp * pp * dp <= 8 and cp * tp * dp % (ep * etp) == 0
+    ]
+    rows = []
+    for number, (cp, ep, etp, tp, pp, dp) in enumerate(sizes):
+        dispatcher, capacity = DISPATCHERS[number % 2], list(CAPACITY)[number // 2 % 4]
+        plain = row(ep, etp, tp, pp, dp, dispatcher, capacity, number)
+        kind = ("p2p", "all_gather", "a2a")[number % 3]
+        rows.append(replace(plain, cp=cp, split=("--cp-comm-type", kind)))
+    return rows
+
+
 def facts(layout: Layout) -> dict[str, Any]:
     """What pairs are made of."""
     return {
@@ -85,10 +102,12 @@ def main() -> None:
     """Run a part of the table and print what deviates."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="0/1")
-    part, parts = map(int, parser.parse_args().part.split("/"))
+    parser.add_argument("--context", action="store_true", help="the rows with context parallelism")
+    args = parser.parse_args()
+    part, parts = map(int, args.part.split("/"))
     worlds, failed = Worlds(), 0
     matrix = Matrix(worlds)
-    rows = whole_table()[part::parts]
+    rows = (context_rows() if args.context else whole_table())[part::parts]
     for layout in rows:
         try:
             found = matrix.check(layout)

@@ -211,6 +211,28 @@ def test_padded_experts_need_no_counts_and_a_lone_rank_no_collective(world):
             assert sent == {}
 
 
+def narrow(tp: int, ep: int):
+    return on_rank(tp, 1, ep, {"moe_latent_size": 6, "moe_shared_expert_intermediate_size": 8})
+
+
+def test_a_latent_size_narrows_what_routed_experts_see_and_what_is_sent(world, reference):
+    """The projections around the experts are held by all ranks, whose parts of their gradients are summed."""
+    fields = {"moe_latent_size": 6, "moe_shared_expert_intermediate_size": 8}
+    ranks = world(4).run(narrow, 2, 2)
+    check(ranks, 2, reference(fields, 2))
+    *_, sent = ranks[0]
+    assert kinds(sent)["reduce_scatter", "reduce_scatter_to_sequence forward"][1] == (S // 2) * B * (6 * 2 + H * 2) * 4
+    config = config_of(**fields)
+    torch.manual_seed(5)
+    layer = Holder(config).mlp
+    x = whole_input(0)[0]
+    probs, _ = layer.router(x)
+    inner = layer.fc1_latent_proj(x)[0].view(-1, 6)
+    routed = sum(expert(inner)[0] * probs[:, e, None] for e, expert in enumerate(layer.experts.local_experts))
+    want = layer.fc2_latent_proj(routed)[0].view_as(x) + layer.shared_experts(x)
+    torch.testing.assert_close(layer(x)[0], want)
+
+
 # -- nothing to do -----------------------------------------------------------------------------------------------
 
 

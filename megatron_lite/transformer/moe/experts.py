@@ -54,6 +54,8 @@ class Experts(MegatronModule):
                 config,
                 submodules or MLPSubmodules(ColumnParallelLinear, RowParallelLinear),
                 is_expert=True,
+                input_size=config.moe_latent_size,
+                output_size=config.moe_latent_size,
                 ffn_hidden_size=config.moe_ffn_hidden_size,
                 tp_group=groups.expt_tp,
             )

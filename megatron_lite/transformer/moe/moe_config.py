@@ -38,7 +38,9 @@ class MoEConfig:
     moe_grouped_gemm: bool = flag(
         False, "All experts of a rank in one grouped product where the device has it, else one after the other."
     )
-    moe_latent_size: int | None = None  # a projection around the routed experts; refused: not built
+    moe_latent_size: int | None = flag(
+        None, "Routed experts work in a space of this size: a projection before the way to them, one behind it."
+    )
 
     # -- router
     moe_router_topk: int = flag(2, "Experts that a token goes to.")

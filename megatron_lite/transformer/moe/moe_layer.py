@@ -6,6 +6,9 @@ x [s, b, h] --router--> probs [T, E], map [T, E]            T = s b tokens of th
     |  combine      back, summed for each token
     +  shared experts of x                                   (shared_experts)
 y [s, b, h]
+
+With `moe_latent_size` a projection before the dispatch makes tokens narrower, one behind it wide again: less is sent, and
+experts are narrower on that side. The router and the shared experts see x itself.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 from megatron_lite import collectives
 from megatron_lite.errors import ConfigError
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.tensor_parallel.layers import DuplicatedLinear
 from megatron_lite.tensor_parallel.random import checkpoint
 from megatron_lite.tensor_parallel.utils import divide
 from megatron_lite.transformer.module import MegatronModule
@@ -95,6 +99,12 @@ class MoELayer(MegatronModule):
                 pg_collection=self.pg_collection,
                 gate=config.moe_shared_expert_gate,
             )
+        self.fc1_latent_proj: Any = None
+        self.fc2_latent_proj: Any = None
+        if config.moe_latent_size is not None:
+            outer, inner = config.hidden_size, config.moe_latent_size
+            self.fc1_latent_proj = self._projection(outer, inner, config.init_method)
+            self.fc2_latent_proj = self._projection(inner, outer, config.output_layer_init_method)
         self._duplicated = collectives.group_size(self.pg_collection.tp) > 1 and not config.sequence_parallel
         modules = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
         # On a GPU shared experts can run on a stream of their own while tokens travel.
@@ -106,6 +116,16 @@ class MoELayer(MegatronModule):
         """The layer's name in the log, where it was not known at construction."""
         self.layer_number = layer_number
         self.router.set_layer_number(layer_number)
+
+    def _projection(self, inputs: int, outputs: int, init_method: Any) -> DuplicatedLinear:
+        return DuplicatedLinear(
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=init_method,
+            bias=self.config.add_bias_linear,
+            tp_group=self.pg_collection.tp,
+        )
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
         """x `[s, b, h]` -> (y `[s, b, h]`, None: no bias is left to add).
@@ -127,6 +147,8 @@ class MoELayer(MegatronModule):
         probs, routing_map = self.router(x, padding_mask)
         with self._beside(x) as stream:
             shared = self._shared(x)
+        if self.fc1_latent_proj is not None:
+            x, _ = self.fc1_latent_proj(x)
         rows, weights = self.token_dispatcher.dispatch_preprocess(x, routing_map, probs)
         rows, weights = self.token_dispatcher.token_dispatch(rows, weights)
         rows, rows_per_expert, weights = self.token_dispatcher.dispatch_postprocess(rows, weights)
@@ -135,6 +157,8 @@ class MoELayer(MegatronModule):
         rows = self.token_dispatcher.combine_preprocess(rows)
         rows = self.token_dispatcher.token_combine(rows)
         y = self.token_dispatcher.combine_postprocess(rows)
+        if self.fc2_latent_proj is not None:
+            y, _ = self.fc2_latent_proj(y)
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
         return y if shared is None else y + shared

@@ -305,9 +305,7 @@ def moe_problems(config: Any) -> Iterator[ConfigError]:
     if config.num_moe_experts and config.num_moe_experts > 0:
         for rule in RULES:
             yield from rule(config)
-        if getattr(config, "moe_latent_size", None) is not None:
+        if config.moe_latent_size is not None and config.moe_latent_size < 1:
             yield ConfigError(
-                f"--moe-latent-size {config.moe_latent_size}",
-                why="experts in a smaller space are not built",
-                fix="leave it out",
+                f"--moe-latent-size {config.moe_latent_size}", why="a width", fix="N > 0, or leave it out"
             )
