@@ -189,6 +189,16 @@ NAMES: dict[str, dict[str, str]] = {
         "MoELayer": "config submodules layer_number pg_collection",
         "MoESubmodules": "experts",
     },
+    "transformer.moe.experts": {
+        "SequentialMLP": "num_local_experts config submodules pg_collection",
+        "TEGroupedMLP": "num_local_experts config submodules pg_collection",
+        "GroupedMLP": "num_local_experts config pg_collection",
+    },
+    "transformer.moe.shared_experts": {"SharedExpertMLP": "config submodules gate pg_collection"},
+    "transformer.moe.token_dispatcher": {
+        "MoEAllGatherTokenDispatcher": "num_local_experts local_expert_indices config pg_collection",
+        "MoEAlltoAllTokenDispatcher": "num_local_experts local_expert_indices config pg_collection",
+    },
     "transformer.moe.router": {"TopKRouter": "config"},
     "transformer.moe.moe_utils": {
         "MoEAuxLossAutoScaler": "",

@@ -1,6 +1,7 @@
 """Rows of the matrix in which experts are spread over ranks: the whole table, and the part of it that the suite runs.
 
-`python -m tests.distributed.expert_layouts [--part I/N] [--context]` runs the whole table (some hundred rows on up to 8 ranks).
+`python -m tests.distributed.expert_layouts [--part I/N] [--context]` runs the whole table: 160 rows, or the 32 with
+context parallelism, on up to 8 ranks.
 """
 
 from __future__ import annotations

@@ -86,9 +86,14 @@ class SequentialMLP(Experts):
 class GroupedMLP(Experts):
     """All experts step by step. Args: see `Experts`."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        config = self.config
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        super().__init__(num_local_experts, config, submodules, pg_collection)
         selective = config.recompute_granularity == "selective"
         self.recompute_activation = selective and "moe_act" in (config.recompute_modules or ())
 

@@ -7,8 +7,8 @@ x [s, b, h] --router--> probs [T, E], map [T, E]            T = s b tokens of th
     +  shared experts of x                                   (shared_experts)
 y [s, b, h]
 
-With `moe_latent_size` a projection before the dispatch makes tokens narrower, one behind it wide again: less is sent, and
-experts are narrower on that side. The router and the shared experts see x itself.
+With `moe_latent_size` a projection before the dispatch makes tokens narrower, one behind it wide again: less is sent,
+and experts are narrower on that side. The router and the shared experts see x itself.
 """
 
 from __future__ import annotations
