@@ -66,7 +66,8 @@ def context_rows() -> list[Layout]:
     for number, (cp, ep, etp, tp, pp, dp) in enumerate(sizes):
         dispatcher, capacity = DISPATCHERS[number % 2], list(CAPACITY)[number // 2 % 4]
         plain = row(ep, etp, tp, pp, dp, dispatcher, capacity, number)
-        kind = ("p2p", "all_gather", "a2a")[number % 3]
+        kinds = ("p2p", "all_gather", "a2a") if cp * tp <= 4 else ("p2p", "all_gather")  # four key heads are shared out
+        kind = kinds[number % len(kinds)]
         rows.append(replace(plain, cp=cp, split=("--cp-comm-type", kind)))
     return rows
 

@@ -74,6 +74,32 @@ def test_overlap_chunks_and_recompute_of_spread_experts(matrix, layout):
     agrees(matrix, layout)
 
 
+LIMIT = ("--moe-expert-capacity-factor", "1.0", "--moe-token-drop-policy", "position")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(model="deepseek", cp=2, ep=2, distributed_optimizer=True, flags=(*ALLTOALL, *GROUPED), recompute="full"),
+        Layout(model="mixtral", cp=2, tp=2, sp=True, ep=4, etp=1, flags=LIMIT, split=("--cp-comm-type", "all_gather")),
+        Layout(
+            model="mixtral",
+            cp=4,
+            ep=2,
+            etp=2,
+            per_token_loss=True,
+            flags=("--eod-mask-loss", *ALLTOALL, *LIMIT),
+            split=("--cp-comm-type", "a2a"),
+        ),
+    ],
+    ids=str,
+)
+def test_sequences_and_experts_are_spread_together(matrix, layout):
+    """Context-parallel ranks route shares of one sequence: who is dropped is the first ones of the whole sequence, and
+    expert gradients are averaged over ranks that share a batch as over others. The 32 rows were run by hand."""
+    agrees(matrix, layout)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
