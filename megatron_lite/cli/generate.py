@@ -192,8 +192,15 @@ def write_texts(loaded: LoadedModel, args: argparse.Namespace, prompts: Sequence
         raise ConfigError(
             "--output-bert-embeddings with a checkpoint of GPT", why="a BERT gives vectors of texts", fix="leave it out"
         )
+    _write_all(
+        Generator(loaded.model, loaded.tokenizer, loaded.args.max_position_embeddings, loaded.args.device),
+        args,
+        prompts,
+    )
+
+
+def _write_all(generator: Generator, args: argparse.Namespace, prompts: Sequence[str]) -> None:
     sampling, limit = sampling_of(args), args.num_tokens_to_generate or _NUM_TOKENS
-    generator = Generator(loaded.model, loaded.tokenizer, loaded.args.max_position_embeddings, loaded.args.device)
     for number, prompt in enumerate(prompts):
         if number:
             print("-" * 40)
@@ -216,10 +223,20 @@ def fill_masks(loaded: LoadedModel, args: argparse.Namespace, prompts: Sequence[
     write_filled(filler, prompts, sampling_of(args) if drawn else Sampling(temperature=0.0), args.random_seed)
 
 
+def write_retrieving(loaded: LoadedModel, args: argparse.Namespace, prompts: Sequence[str]) -> None:
+    """Retro: as GPT, with the neighbours of what is there so far; a GPT of pretrain_retro.py has none."""
+    if not loaded.args.retro_add_retriever:
+        return write_texts(loaded, args, prompts)
+    from megatron_lite.cli.retro_generate import retro_generator  # its database and index
+
+    _write_all(retro_generator(loaded), args, prompts)
+
+
 # Family -> what its models do with prompts.
 WRITERS: dict[str, Callable[[LoadedModel, argparse.Namespace, Sequence[str]], None]] = {
     "gpt": write_texts,
     "bert": fill_masks,
+    "retro": write_retrieving,
 }
 
 

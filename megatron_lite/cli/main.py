@@ -30,6 +30,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train-tokenizer": ("megatron_lite.cli.train_tokenizer", "train a tokenizer on a JSONL corpus"),
     "preprocess": ("megatron_lite.cli.preprocess", "JSONL -> tokenized .bin/.idx files for --data-path"),
     "data": ("megatron_lite.cli.data", "merge | inspect | index: work on .bin/.idx files"),
+    "retro": ("megatron_lite.cli.retro", "preprocess: chunk database, index and neighbours for Retro"),
     "convert": ("megatron_lite.cli.convert", "Hugging Face model <-> checkpoint"),
     "checkpoint": ("megatron_lite.cli.checkpoint", "inspect | verify: what a checkpoint folder holds, and is it whole"),
     "generate": ("megatron_lite.cli.generate", "prompt -> text, from a checkpoint"),

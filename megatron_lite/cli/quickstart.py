@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -32,14 +33,15 @@ import torch
 import yaml
 
 import megatron_lite
-from megatron_lite.cli import corpus, preprocess, report, train_tokenizer
+from megatron_lite.cli import corpus, preprocess, report, retro, train_tokenizer
 from megatron_lite.cli.quickstart_recipes import RECIPES, Recipe
 from megatron_lite.errors import ConfigError, DataError, MegatronLiteError
 from megatron_lite.training.report import duration
 
 CHECKOUT = Path(megatron_lite.__file__).resolve().parent.parent
+_LOOK = 8  # evaluation steps of a run whose length was given: a look, not a measurement
 FEWEST_DOCUMENTS = 20  # below that the held-out twentieth is empty
-STEPS = ("corpus", "tokenizer", "tokens", "training", "sample", "report")
+STEPS = ("corpus", "tokenizer", "tokens", "neighbours", "training", "sample", "report")
 
 
 class TrainingEnded(MegatronLiteError):
@@ -96,6 +98,9 @@ class Quickstart:
         self.data, self.checkpoints = run / "data", run / "checkpoints"
         self.corpus, self.tokenizer = self.data / "corpus.jsonl", self.data / recipe.tokenizer_file
         self.tokens = self.data / f"corpus_text_{recipe.unit}"
+        self.project = run / "project"
+        self.steps_of_model = [step for step in STEPS if step != "neighbours" or recipe.neighbors]
+        self.settings = settings
         self.sample = run / "sample.txt"
         self.source = corpus.user_text(text) if text else corpus.standard_library()
         try:
@@ -113,6 +118,7 @@ class Quickstart:
                 print(f"the text has changed since {self.data} was made: making it anew")
             for file in (self.corpus, self.tokenizer, *self._token_files()):
                 file.unlink(missing_ok=True)
+            shutil.rmtree(self.project, ignore_errors=True)
             self.state.set(data=data)
         training = {
             "data": hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16],
@@ -149,6 +155,8 @@ class Quickstart:
         self._step("corpus", self.corpus.exists(), self._make_corpus)
         self._step("tokenizer", self.tokenizer.exists(), self._make_tokenizer)
         self._step("tokens", all(file.exists() for file in self._token_files()), self._make_tokens)
+        if self.recipe.neighbors:
+            self._step("neighbours", self.state.get("neighbours") == self._samples(), self._find_neighbors)
         self._step("training", trained >= self.iterations, self._train)
         trained = self._trained()
         self._step("sample", self.state.get("sampled_at") == trained and self.sample.exists(), self._write_sample)
@@ -160,7 +168,7 @@ class Quickstart:
         return there and self.state.get("reported_at") == iteration
 
     def _step(self, name: str, is_done: bool, work: Callable[[], None]) -> None:
-        title = f"[{STEPS.index(name) + 1}/{len(STEPS)}] {name}"
+        title = f"[{self.steps_of_model.index(name) + 1}/{len(self.steps_of_model)}] {name}"
         if is_done:
             print(f"{title}: done before", flush=True)
             return
@@ -198,9 +206,42 @@ class Quickstart:
         words += ["--tokenizer-type", self.recipe.tokenizer_type, self.recipe.tokenizer_flag, _short(self.tokenizer)]
         _verb("preprocess", preprocess.main, words)
 
+    def _samples(self) -> dict[str, str]:
+        """Retro: the samples of this run, as flags of `retro preprocess`, whose neighbours have to be known."""
+        n, batch = self.iterations, self.settings["global-batch-size"]
+        interval, evaluation = self.settings["eval-interval"], self.settings["eval-iters"]
+        if self.iterations_given:
+            interval, evaluation = max(1, n // 3), _LOOK
+        values = {
+            "seed": self.settings["seed"],
+            "split": self.settings["split"],
+            "seq-length": self.settings["seq-length"],
+            "global-batch-size": batch,
+            "train-samples": n * batch,
+            "eval-interval": interval,
+            "eval-iters": evaluation,
+        }
+        return {f"--retro-gpt-{name}": str(value) for name, value in values.items()}
+
+    def _find_neighbors(self) -> None:
+        words = [
+            "preprocess",
+            "--retro-project-dir",
+            _short(self.project),
+            "--retro-gpt-data-path",
+            _short(self.tokens),
+        ]
+        words += ["--retro-gpt-tokenizer-type", self.recipe.tokenizer_type]
+        words += ["--retro-gpt-tokenizer-model", _short(self.tokenizer)]
+        words += [word for pair in self._samples().items() for word in pair]
+        _verb("retro", retro.main, words + list(self.recipe.neighbors))
+        self.state.set(neighbours=self._samples())
+
     def _train(self) -> None:
         words = [self.recipe.script, "--config", _short(self.config), "--data-path", _short(self.tokens)]
         words += [self.recipe.tokenizer_flag, _short(self.tokenizer)]
+        if self.recipe.neighbors:
+            words += ["--retro-project-dir", _short(self.project), "--retro-add-retriever"]
         words += ["--save", _short(self.checkpoints), "--load", _short(self.checkpoints)]
         words += ["--tensorboard-dir", _short(self.run / "tensorboard"), "--override-opt_param-scheduler"]
         if self.state.get("precision") == "bf16":
@@ -209,7 +250,7 @@ class Quickstart:
             n = self.iterations
             words += ["--train-iters", str(n), "--log-interval", str(max(1, n // 30))]
             words += ["--eval-interval", str(max(1, n // 3)), "--save-interval", str(max(1, n // 3))]
-            words += ["--eval-iters", "8"]  # a look, not a measurement
+            words += ["--eval-iters", str(_LOOK)]
         words += self.flags
         print("    $ python " + shlex.join(words), flush=True)
         words[0] = str(CHECKOUT / words[0])

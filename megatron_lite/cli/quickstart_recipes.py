@@ -13,7 +13,8 @@ class Recipe:
 
     unit: what a sequence of the corpus is, as it ends the name of its files. train_tokenizer, preprocess: words of
     these verbs. samples: words of `generate` for the sample; more: for the user's next one. Pairs hold words for the
-    standard library's source, and for a text of the user.
+    standard library's source, and for a text of the user. neighbors: words of `retro preprocess`, of a model that
+    retrieves.
     """
 
     family: str
@@ -26,6 +27,7 @@ class Recipe:
     preprocessing: tuple[tuple[str, ...], tuple[str, ...]]
     samples: tuple[tuple[str, ...], tuple[str, ...]]
     more: tuple[str, ...]
+    neighbors: tuple[str, ...] = ()
 
     @property
     def script(self) -> str:
@@ -77,5 +79,17 @@ RECIPES: dict[str, Recipe] = {
             ("--prompt", "The [MASK] of the [MASK]."),
         ),
         more=("--prompt", "import [MASK]"),
+    ),
+    "retro": Recipe(
+        family="retro",
+        vocab_size=8192,
+        tokenizer_type="SentencePieceTokenizer",
+        tokenizer_file="tokenizer.model",
+        tokenizer_flag="--tokenizer-model",
+        unit="document",
+        preprocessing=(("--append-eod",), ("--append-eod",)),
+        samples=(("--prompt", "def main(", *_SAMPLING), ("--prompt", "", *_SAMPLING)),
+        more=("--prompt", "def "),
+        neighbors=("--retro-embedder-dim", "256", "--retro-index-ntrain", "100000"),
     ),
 }

@@ -127,6 +127,19 @@ class CudaRNGStatesTracker:
             self.states_[name] = _get_state()
             _set_state(outside)
 
+    @contextmanager
+    def leave(
+        self, inside: str = _MODEL_PARALLEL_RNG_TRACKER_NAME, name: str = _DATA_PARALLEL_RNG_TRACKER_NAME
+    ) -> Iterator[None]:
+        """Within a `fork(inside)`: draw from `name`. `inside` may be forked in the block, and goes on behind it."""
+        self.states_[inside] = _get_state()
+        _set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _get_state()
+            _set_state(self.states_[inside])
+
 
 _tracker = CudaRNGStatesTracker()
 

@@ -17,6 +17,7 @@ __getattr__, __dir__, __all__ = lazy_face(
             "Batch",
             "get_batch",
             "get_batch_on_this_cp_rank",
+            "get_retro_batch",
             "holds_first_token",
             "read_batch",
             "sum_over_context",

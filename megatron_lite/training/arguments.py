@@ -27,6 +27,7 @@ from megatron_lite.config import Flag, flags_of, from_namespace
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_lite.errors import ConfigError
 from megatron_lite.log import print_rank_0, warn_rank_0
+from megatron_lite.models.retro.config import RetroSettings
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
 from megatron_lite.training import command_line, config_files, derived, rules
@@ -49,6 +50,7 @@ CONFIGS: tuple[type, ...] = (
     DistributedDataParallelConfig,
     CheckpointConfig,
     TokenizerConfig,
+    RetroSettings,
 )
 ExtraArgs = Callable[[argparse.ArgumentParser], Any]
 
@@ -244,11 +246,13 @@ def validate_args(args: argparse.Namespace, world_size: int | None = None) -> ar
     """
     if world_size is not None:
         args.world_size = world_size
-    problems = rules.broken(rules.GIVEN, args)
+    problems = rules.take_project(args)
+    problems += rules.broken(rules.GIVEN, args)
     notices, warnings = derived.derive(args)
     problems += rules.broken(rules.DERIVED, args)
     problems += rules.broken(rules.ENCODER_DECODER, args)
     problems += rules.problems_of_experts(args) + rules.problems_of_attention(args) + rules.problems_of_context(args)
+    problems += rules.problems_of_retro_run(args)
     if problems:
         raise command_line.joined(problems)
     for warning in warnings:

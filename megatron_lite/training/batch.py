@@ -60,8 +60,25 @@ def get_batch(
     Raises: as `read_batch`.
     """
     data = read_batch(data_iterator, _NAMES, _IDS, device, vocab_size, tp_group)
-    if not data:
-        return Batch()
+    return _batch_of(data, cp_group) if data else Batch()
+
+
+def get_retro_batch(
+    data_iterator: Iterator[dict[str, Any]],
+    device: torch.device,
+    vocab_size: int | None = None,
+    tp_group: ProcessGroup | None = None,
+) -> tuple[Batch, Tensor | None]:
+    """As `get_batch`, and the tokens of the neighbours, int64 `[b*l*k, r]`: batch, chunk, neighbour; None where nothing
+    is retrieved."""
+    ids = {**_IDS, "neighbor_tokens": 0}
+    data = read_batch(data_iterator, (*_NAMES, "neighbor_tokens"), ids, device, vocab_size, tp_group)
+    neighbors = data.pop("neighbor_tokens", None)
+    return _batch_of(data), None if neighbors is None else neighbors.view(-1, neighbors.shape[-1])
+
+
+def _batch_of(data: dict[str, Tensor], cp_group: ProcessGroup | None = None) -> Batch:
+    """What was read, with its mask, cut for this context-parallel rank."""
     cp_group = cp_group or ProcessGroupCollection.use_mpu_process_groups().cp
     mask: Tensor | SegmentMask | None = data.pop("attention_mask", None)
     documents = data.pop("cu_seqlens", None)
@@ -171,6 +188,8 @@ def skip_batch(data_iterator: Iterator[Any] | list[Iterator[Any]], tp_group: Pro
 
 def _check_ids(data: dict[str, Any], ids: Mapping[str, int], vocab_size: int) -> None:
     for name, lowest in ids.items():
+        if name not in data:
+            continue
         low, high = (int(bound) for bound in data[name].aminmax())
         if low < lowest or high >= vocab_size:
             raise DataError(

@@ -66,6 +66,10 @@ MODEL_ARGUMENTS = (
     "openai_gelu",
     "untie_embeddings_and_output_weights",
     *EXPERTS,
+    "retro_add_retriever",
+    "retro_layers",
+    "retro_encoder_layers",
+    "retro_encoder_residual",
 )
 # What makes its token numbers mean something else: when all of these agree, only the padding can differ.
 _TOKENS = (
@@ -81,6 +85,10 @@ _VOCABULARY = ("tokenizer_type", "make_vocab_size_divisible_by", "padded_vocab_s
 # Taken with --use-checkpoint-args beside these, though they may change from run to run.
 _TAKEN = (
     *MODEL_ARGUMENTS,
+    "retro_project_dir",
+    "retro_num_neighbors",
+    "retro_num_retrieved_chunks",
+    "retro_missing_chunks",
     "seq_length",
     "decoder_seq_length",
     "max_position_embeddings",
@@ -140,6 +148,7 @@ _PARALLEL = (
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 # None is a value of these, not the lack of one.
 _OPTIONAL = {
+    "retro_layers",
     "window_size",
     "window_attn_skip_freq",
     "no_rope_freq",
@@ -202,6 +211,16 @@ def has_vocabulary_of(args: Namespace, saved: dict[str, Any]) -> bool:
     return all(name in saved and to_json(getattr(args, name, None)) == saved[name] for name in _TOKENS)
 
 
+def grows_into_retro(args: Namespace, saved: dict[str, Any]) -> bool:
+    """Whether the checkpoint is a GPT's and this run adds what retrieves, which starts afresh."""
+    return bool(getattr(args, "retro_add_retriever", False)) and not saved.get("retro_add_retriever", False)
+
+
+def is_retros_own(name: str) -> bool:
+    """Whether a tensor is of the parts that a Retro has and a GPT has not."""
+    return ".cross_attention." in name or ".pre_cross_attn_layernorm." in name
+
+
 def check_args(args: Namespace, saved: dict[str, Any], folder: object, *, finetune: bool) -> None:
     """Refuse a checkpoint whose weights would mean something else in this model.
 
@@ -214,6 +233,8 @@ def check_args(args: Namespace, saved: dict[str, Any], folder: object, *, finetu
         names = [name for name in names if name not in ("padded_vocab_size", "make_vocab_size_divisible_by")]
     if getattr(args, "position_embedding_type", None) == "learned_absolute" and not finetune:
         names.append("max_position_embeddings")
+    if finetune and grows_into_retro(args, saved):
+        names = [name for name in names if name != "model_family" and not name.startswith("retro_")]
     if not getattr(args, "group_query_attention", True):
         names.remove("num_query_groups")
     differing = _differences(args, saved, names)

@@ -46,7 +46,14 @@ from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.sharding import ShardSpec, whole
-from megatron_lite.training.checkpoint_args import args_to_save, check_args, has_vocabulary_of, take_args
+from megatron_lite.training.checkpoint_args import (
+    args_to_save,
+    check_args,
+    grows_into_retro,
+    has_vocabulary_of,
+    is_retros_own,
+    take_args,
+)
 from megatron_lite.training.checkpoint_search import find_checkpoint, find_local, local_root, rolling_root
 from megatron_lite.training.global_vars import get_args
 from megatron_lite.training.progress_file import append_progress, saved_message
@@ -278,7 +285,12 @@ def load_checkpoint(
         check_cover=args.ckpt_load_validate_sharding_integrity,
         shared=groups.dp_cp if args.ckpt_fully_parallel_load and not found.of_rank else None,
     )
-    missing, unexpected = read_tensors(folder, merge(tensors), group, expected=expected, padded=padded, how=how)
+    wanted = merge(tensors)
+    if found.weights_only and grows_into_retro(args, saved_args):
+        fresh = sorted(name for name in wanted if is_retros_own(name))
+        wanted = {name: part for name, part in wanted.items() if name not in fresh}
+        print_rank_0(f"not in a GPT's checkpoint, and starts afresh: {', '.join(fresh)}")
+    missing, unexpected = read_tensors(folder, wanted, group, expected=expected, padded=padded, how=how)
     if missing and (say_missing or not strict):
         print_rank_0(f"tensors that only the run has, and keeps as they were: {', '.join(missing)}")
     if unexpected and (say_unexpected or not strict):

@@ -80,6 +80,13 @@ OWN_FLAGS: tuple[tuple[str, str], ...] = (
     ("bert", "--bert-no-binary-head --output-bert-embeddings"),
     ("gpt", "--num-experts --multi-latent-attention --mtp-num-layers"),
     ("gpt retro", "--use-rope-scaling --rope-scaling-factor"),
+    (
+        "retro",
+        "--retro-project-dir --retro-add-retriever --retro-off --retro-cyclic-train-iters --retro-encoder-layers "
+        "--retro-encoder-hidden-dropout --retro-encoder-attention-dropout --retro-encoder-residual "
+        "--retro-num-neighbors --retro-num-retrieved-chunks --retro-missing-chunks --retro-layers "
+        "--retro-attention-gate --retro-no-verify-neighbor-count",
+    ),
     ("gpt retro", "--reset-position-ids --reset-attention-mask --eod-mask-loss --allow-ambiguous-pad-tokens"),
 )
 

@@ -37,8 +37,6 @@ CAPABILITIES = {
     "other dtypes": ("this choice of number format", "--bf16, --fp16, or neither for fp32"),
     "planning": ("the run without its ranks", "run it smaller"),
     "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
-    "retro": ("Retro", "pretrain_gpt.py trains GPT"),
-    "retro preprocessing": ("preprocessing for Retro", "megatron-lite preprocess prepares data for GPT"),
     "tensor dumps": ("writing tensors of a step to files", "--log-params-norm, --log-num-zeros-in-grad"),
     "text server": ("the text server", "megatron-lite generate"),
     "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
@@ -101,6 +99,10 @@ REASONS = {
     "resiliency": (
         "it needs NVIDIA's resiliency package",
         "torchrun --max-restarts with --save-interval, and --rerun-mode",
+    ),
+    "retro preprocessing": (
+        "it says how a project is prepared, and training reads the outcome from the project's config.json",
+        "megatron-lite retro preprocess with this flag",
     ),
     "rl": ("reinforcement learning is out of scope", "train here, export to Hugging Face, use a framework for it"),
     "router experiments": ("it is for experiments with the router", "--moe-router-load-balancing-type"),

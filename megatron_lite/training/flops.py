@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron_lite.models.retro.config import retro_layer_numbers
 from megatron_lite.training.derived import has_decoder_behind
 from megatron_lite.training.families import family_of
 from megatron_lite.transformer.moe.moe_rules import moe_layers
@@ -43,7 +44,23 @@ def num_floating_point_operations(args: Namespace, batch_size: int) -> float:
     scores = s * s * layers * query
     if family_of(args) == "bert":
         logits, scores = logits + h * h, 2 * scores
-    return 6 * batch_size * (s * (mlps + layers * attention + logits) + scores)
+    plain = 6 * batch_size * (s * (mlps + layers * attention + logits) + scores)
+    if family_of(args) == "retro" and args.retro_add_retriever:
+        return plain + 6 * _retrieval(args, batch_size * s, query)
+    return plain
+
+
+def _retrieval(args: Namespace, tokens: int, query: int) -> int:
+    """Retro: the encoder of neighbours, and the layers that attend to them; in the unit of the formula above."""
+    h, m, k = args.hidden_size, args.retro_chunk_length, args.retro_num_neighbors
+    r = args.retro_num_retrieved_chunks * m
+    retrieved = tokens // m * k * r
+    mlp = (3 if args.swiglu or args.quick_geglu else 2) * h * args.ffn_hidden_size
+    layer = retrieved * (4 * h * query + mlp + 2 * r * query)  # a neighbour looks at all of itself
+    to_chunk = retrieved * (2 * h * query + 2 * m * query) + tokens * 2 * h * query
+    to_neighbors = tokens * (2 * h * query + 2 * k * r * query) + retrieved * 2 * h * query
+    retrieving = len(retro_layer_numbers(args.num_layers, args.retro_layers))
+    return args.retro_encoder_layers * layer + to_chunk + retrieving * to_neighbors
 
 
 def _mlps(args: Namespace, matrices: int) -> int:

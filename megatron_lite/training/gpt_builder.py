@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
 from megatron_lite.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -35,10 +36,19 @@ def gpt_builder(
     return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layer_spec, vp_stage=vp_stage),
+        vp_stage=vp_stage,
+        **options_of(args),
+    )
+
+
+def options_of(args: Namespace) -> dict[str, Any]:
+    """What a GPTModel takes beside its config, its layers and its stage."""
+    return dict(
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
@@ -48,6 +58,4 @@ def gpt_builder(
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, layer_spec, vp_stage=vp_stage),
-        vp_stage=vp_stage,
     )

@@ -109,6 +109,12 @@ MODELS = {
         f"""{_T5} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
         --untie-embeddings-and-output-weights --ffn-hidden-size 96""",
     ),
+    # Chunks of 4 tokens and two retrieving layers, on the project of `test_retro_layouts`.
+    "retro": Model(
+        "retro",
+        f"""{_GPT} --retro-project-dir {CACHE / "retro"} --retro-add-retriever --retro-layers 1 2
+        --retro-encoder-hidden-dropout 0 --retro-encoder-attention-dropout 0""",
+    ),
 }
 
 

@@ -16,7 +16,11 @@ OWNED = sorted({flag for _, flags in OWN_FLAGS for flag in flags.split()})
 def words_of(spelling: str) -> list[str]:
     """The flag with a value other than its default."""
     flag = next(f for config in CONFIGS for f in flags_of(config) if spelling in (*f.spellings, *f.negations))
-    return [spelling] if flag.is_switch else [spelling, "7" if flag.kind in ("int", "float") else "some"]
+    if flag.is_switch:
+        return [spelling]
+    if flag.choices:
+        return [spelling, next(str(choice) for choice in flag.choices if choice != flag.default)]
+    return [spelling, "7" if flag.kind in ("int", "float", "int list") else "some"]
 
 
 def test_flags_of_families_are_flags():

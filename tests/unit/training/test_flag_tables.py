@@ -39,8 +39,6 @@ PENDING = {
     "other dtypes": 2,
     "planning": 1,
     "rerun": 6,
-    "retro": 10,
-    "retro preprocessing": 34,
     "tensor dumps": 4,
     "text server": 13,
     "training variants": 2,

@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.models.bert import BertModel, get_bert_layer_local_spec
+from megatron_lite.models.retro import RetroConfig, RetroModel, get_retro_decoder_block_spec
 from megatron_lite.models.T5 import (
     T5Model,
     get_t5_decoder_with_local_block_spec,
@@ -161,3 +162,48 @@ def test_operations_of_bert_equal_those_that_torch_counts():
         moe_layer_freq=1,
     )
     assert num_floating_point_operations(args, 5) == 3 * counter.get_total_flops()
+
+
+def test_operations_of_retrieval_equal_those_that_torch_counts():
+    """The encoder of neighbours, its look at the chunks, and the layers that attend to neighbours."""
+    layers, h, heads, b, s, m, k, vocabulary = 3, 32, 4, 2, 24, 4, 2, 64
+    config = RetroConfig(
+        num_layers=layers,
+        hidden_size=h,
+        num_attention_heads=heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        retro_encoder_hidden_dropout=0.0,
+        retro_encoder_attention_dropout=0.0,
+        retro_layers=[1, 3],
+        retro_chunk_length=m,
+    )
+    with torch.device("meta"):
+        model = RetroModel(config, get_retro_decoder_block_spec(config), vocabulary, s)
+        text = torch.zeros(b, s, dtype=torch.int64)
+        neighbors = torch.zeros(b * s // m * k, 2 * m, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(text, torch.zeros_like(text), None, neighbors)
+    args = Namespace(
+        model_family="retro",
+        retro_add_retriever=True,
+        retro_layers=[1, 3],
+        retro_chunk_length=m,
+        retro_num_neighbors=k,
+        retro_num_retrieved_chunks=2,
+        retro_encoder_layers=2,
+        num_layers=layers,
+        hidden_size=h,
+        ffn_hidden_size=4 * h,
+        num_attention_heads=heads,
+        group_query_attention=False,
+        kv_channels=h // heads,
+        seq_length=s,
+        padded_vocab_size=vocabulary,
+        swiglu=False,
+        quick_geglu=False,
+        num_experts=None,
+        moe_layer_freq=1,
+    )
+    hidden_half = b * 2 * layers * s * s * h
+    assert num_floating_point_operations(args, b) == 3 * (counter.get_total_flops() - hidden_half)
