@@ -225,8 +225,8 @@ def fill_masks(loaded: LoadedModel, args: argparse.Namespace, prompts: Sequence[
 
 def write_retrieving(loaded: LoadedModel, args: argparse.Namespace, prompts: Sequence[str]) -> None:
     """Retro: as GPT, with the neighbours of what is there so far; a GPT of pretrain_retro.py has none."""
-    if not loaded.args.retro_add_retriever:
-        return write_texts(loaded, args, prompts)
+    if args.output_bert_embeddings or not loaded.args.retro_add_retriever:
+        return write_texts(loaded, args, prompts)  # which refuses vectors of texts
     from megatron_lite.cli.retro_generate import retro_generator  # its database and index
 
     _write_all(retro_generator(loaded), args, prompts)

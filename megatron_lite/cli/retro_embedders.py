@@ -19,6 +19,7 @@ import torch
 from megatron_lite.datasets.retro_embedding import Embedder, HashEmbedder
 from megatron_lite.datasets.retro_project import RetroProject
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.training.families import FAMILIES, family_of
 
 
 def hash_counts_path(project: RetroProject) -> Path:
@@ -157,13 +158,21 @@ class BertEmbedder(_Batched):
     ):
         from megatron_lite.cli.loaded_model import load_model
 
-        flags = ["--output-bert-embeddings"]
-        flags += ["--tokenizer-type", tokenizer_type] if tokenizer_type else []
+        flags = ["--tokenizer-type", tokenizer_type] if tokenizer_type else []
         flags += ["--vocab-file", vocab_file] if vocab_file else []
         # Every rank of preprocessing has a model of its own: the launcher's variables are not meant for it.
         with _without(os.environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             loaded = load_model(path, flags)
-        self._model, self._tokenizer, self._device = loaded.model, loaded.tokenizer, loaded.args.device
+        if family_of(loaded.args) != "bert":
+            raise ConfigError(
+                f"--retro-embedder-path {path} holds a model of {FAMILIES[family_of(loaded.args)].title}",
+                why="texts are embedded by a BERT",
+                fix="what --save was of a run of pretrain_bert.py",
+            )
+        self._model: Any = loaded.model
+        self._model.return_embeddings = True
+        self._tokenizer, self._device = loaded.tokenizer, loaded.args.device
+        self._has_segments = loaded.args.bert_binary_head
         self.dim = loaded.args.hidden_size
         self.path, self.batch_size = path, batch_size
         self.longest = min(longest, loaded.args.max_position_embeddings)
@@ -185,7 +194,8 @@ class BertEmbedder(_Batched):
         lengths = torch.tensor(list(map(len, rows))).unsqueeze(1)
         mask = (torch.arange(s) < lengths).long()
         ids, mask = ids.to(self._device), mask.to(self._device)
-        return self._model(ids, mask, torch.zeros_like(ids)).float().cpu().numpy()
+        segments = torch.zeros_like(ids) if self._has_segments else None
+        return self._model(ids, mask, segments).float().cpu().numpy()
 
 
 @contextmanager
