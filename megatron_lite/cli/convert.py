@@ -31,7 +31,9 @@ from megatron_lite.cli.convert_megatron import import_megatron
 from megatron_lite.cli.progress import progress
 from megatron_lite.cli.release import check_no_run, write_release
 from megatron_lite.config import from_namespace
+from megatron_lite.datasets.t5_dataset import first_and_last
 from megatron_lite.errors import CheckpointError, ConfigError, MegatronLiteError
+from megatron_lite.models.gpt.hf_family import Family
 from megatron_lite.models.gpt.hf_names import Link, Sizes, is_buffer, links
 from megatron_lite.models.hf_families import FAMILIES, family_of, fitting_family
 from megatron_lite.sharding import whole
@@ -67,14 +69,17 @@ def import_model(source: Path, root: Path, tokenizer: Path | None, dtype: torch.
     rows = config.get("vocab_size")
     if not isinstance(rows, int):
         raise ConfigError(f"{source / CONFIG} has vocab_size = {rows!r}", fix="the number of rows of the embedding")
-    words = [*family.to_flags(config), *_tokenizer_flags(config, source, tokenizer, rows)]
-    args = model_arguments([*words, *flags], family.model_family)
-    saved = args_to_save(args)
     theirs = HuggingFaceFolder(source)
     found = theirs.tensors
+    if family.ends is not None:
+        config = {**config, "output_is_embedding": _are_one(theirs, *family.ends)}
+    words = family.to_flags(config)
+    words += _tokenizer_flags(config, source, tokenizer, rows, _extra_ids(words))
+    args = model_arguments([*words, *flags], family.model_family)
+    saved = args_to_save(args)
     sizes = Sizes.of(saved, rows)
     model = links(family.rows, saved, sizes)
-    names = _their_names(theirs, model, family.copies)
+    names = _their_names(theirs, model, family)
 
     def join(link: Link, read: Callable[[str], Tensor]) -> Tensor:
         joined = link.form.join((read(names[name]) for name in link.theirs), sizes)
@@ -110,8 +115,21 @@ def _meta(facts: SavedTensor) -> Tensor:
     return torch.empty(facts.shape, dtype=facts.dtype, device="meta")
 
 
-def _tokenizer_flags(config: Mapping[str, Any], source: Path, tokenizer: Path | None, rows: int) -> list[str]:
-    """The tokenizer beside the weights; without one, texts are numbers."""
+def _are_one(theirs: HuggingFaceFolder, embedding: str, output: str) -> bool:
+    """Whether the output layer is the embedding: the same numbers, or none of its own."""
+    if output not in theirs.tensors or embedding not in theirs.tensors:
+        return True
+    return torch.equal(theirs.read(output), theirs.read(embedding))
+
+
+def _extra_ids(words: Sequence[str]) -> int:
+    return int(words[words.index("--vocab-extra-ids") + 1]) if "--vocab-extra-ids" in words else 0
+
+
+def _tokenizer_flags(
+    config: Mapping[str, Any], source: Path, tokenizer: Path | None, rows: int, extra_ids: int
+) -> list[str]:
+    """The tokenizer beside the weights; without one, texts are numbers, and sentinels the last ones."""
     place = tokenizer if tokenizer is not None else source if (source / "tokenizer.json").is_file() else None
     if place is None and (source / "vocab.txt").is_file():
         return ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str((source / "vocab.txt").resolve())]
@@ -120,10 +138,15 @@ def _tokenizer_flags(config: Mapping[str, Any], source: Path, tokenizer: Path | 
     if place is not None:
         kind = "SentencePieceTokenizer" if place.suffix == ".model" else "HuggingFaceTokenizer"
         return ["--tokenizer-type", kind, "--tokenizer-model", str(place.resolve()), "--vocab-size", str(rows)]
-    words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(rows - 1)]  # which adds an end of document
+    words = ["--tokenizer-type", "NullTokenizer"]
+    words += ["--vocab-size", str(rows - extra_ids - 1)]  # to which it adds an end of document
+    pad = config.get("pad_token_id")
+    if extra_ids and isinstance(pad, int):  # which T5's decoder begins with
+        words += ["--null-tokenizer-pad-id", str(pad)]
     end = config.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
-    return [*words, "--null-tokenizer-eod-id", str(end)] if isinstance(end, int) and 0 <= end < rows else words
+    known = isinstance(end, int) and 0 <= end < rows - extra_ids
+    return [*words, "--null-tokenizer-eod-id", str(end)] if known else words
 
 
 def model_arguments(words: list[str], model_family: str) -> Namespace:
@@ -137,11 +160,11 @@ def model_arguments(words: list[str], model_family: str) -> Namespace:
     return args
 
 
-def _their_names(theirs: HuggingFaceFolder, model: Sequence[Link], copies: Mapping[str, str]) -> dict[str, str]:
+def _their_names(theirs: HuggingFaceFolder, model: Sequence[Link], family: Family) -> dict[str, str]:
     """Name in the rows -> name in the folder, for every tensor.
 
     Args:
-        copies: tensors that may lie beside the one whose copy they are; where a row reads them, they are none.
+        family: its `copies` may lie beside the tensor whose copy they are; where a row reads them, they are none.
     Raises: CheckpointError naming what is left over.
     """
     found = theirs.tensors
@@ -149,7 +172,9 @@ def _their_names(theirs: HuggingFaceFolder, model: Sequence[Link], copies: Mappi
     # GPT-2's own folders hold the body of the model, without the name that it has inside of GPT2LMHeadModel.
     bare = not any(name.startswith("transformer.") for name in found)
     names = {name: name.removeprefix("transformer.") if bare else name for name in wanted}
-    tied = {copy: of for copy, of in copies.items() if copy in found and copy not in wanted}
+    if family.ends is not None and family.ends[1] not in found:  # the embedding is the output layer, and there once
+        names |= {family.ends[1]: family.ends[0]} if family.ends[1] in names else {}
+    tied = {copy: of for copy, of in family.copies.items() if copy in found and copy not in wanted}
     missing = sorted(name for name in names.values() if name not in found)
     left = sorted(name for name in found.keys() - tied.keys() - set(names.values()) if not is_buffer(name))
     if missing or left:
@@ -199,7 +224,7 @@ def export_model(
     args = read_args(source_folder)
     family = fitting_family(args, model_type)
     files = _tokenizer_files(args, tokenizer)
-    vocabulary, special = _vocabulary(args)
+    vocabulary, special = _vocabulary(args, family)
     sizes = Sizes.of(args, vocabulary)
     config = family.to_config(args, sizes)
     model = links(family.rows, args, sizes)
@@ -252,7 +277,7 @@ def export_model(
     return source_folder
 
 
-def _vocabulary(args: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
+def _vocabulary(args: Mapping[str, Any], family: Family) -> tuple[int, dict[str, int]]:
     """The tokens that the vocabulary really has, and its special tokens as config.json names them."""
     config = from_namespace(
         TokenizerConfig, Namespace(**args), make_vocab_size_divisible_by=1, padded_vocab_size=None, pad_vocab_size=True
@@ -271,6 +296,8 @@ def _vocabulary(args: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
             special[f"{name}_token_id"] = int(tokenizer.eod if name == "eos" else getattr(tokenizer, name))
         except (MegatronLiteError, NotImplementedError):  # a tokenizer without one
             continue
+    if family.model_family == "t5":
+        special["decoder_start_token_id"] = first_and_last(tokenizer)[0]
     return vocab_size_with_padding(tokenizer, config), special
 
 

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from megatron_lite.cli.fill_masks import filler_of, write_embeddings, write_filled
+from megatron_lite.cli.fill_spans import write_spans
 from megatron_lite.cli.loaded_model import LoadedModel, load_model
-from megatron_lite.cli.sampling import Sampling, next_token
+from megatron_lite.cli.sampling import Sampling, next_token, sampling_of
 from megatron_lite.errors import ConfigError, DataError
 from megatron_lite.training.families import FAMILIES, family_of
 from megatron_lite.transformer.inference_context import InferenceContext
@@ -171,12 +172,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """How tokens are chosen. Raises: ConfigError for numbers that mean nothing."""
-    temperature = 1.0 if args.temperature is None else args.temperature
-    return Sampling(temperature=0.0 if args.greedy else temperature, top_k=args.top_k, top_p=args.top_p)
-
-
 def _check(args: argparse.Namespace) -> None:
     """Raises: ConfigError, before a model is loaded."""
     sampling_of(args)
@@ -237,6 +232,7 @@ WRITERS: dict[str, Callable[[LoadedModel, argparse.Namespace, Sequence[str]], No
     "gpt": write_texts,
     "bert": fill_masks,
     "retro": write_retrieving,
+    "t5": write_spans,
 }
 
 

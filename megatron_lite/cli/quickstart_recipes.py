@@ -44,6 +44,13 @@ class Recipe:
 
 _SAMPLING = ("--num-tokens-to-generate", "160", "--temperature", "0.7", "--top_k", "40")
 
+_LINES = ("--split-sentences", "--sentence-splitter", "lines")
+_CODE_WITH_GAPS = (
+    "def __init__(self, <extra_id_0>): self. name = <extra_id_1>",
+    "for <extra_id_0> in range ( len ( <extra_id_1> ) ) :",
+)
+_TEXT_WITH_GAPS = ("The <extra_id_0> of the <extra_id_1> .",)
+
 # Name of the model (configs/NAME_small.yaml) -> its recipe.
 RECIPES: dict[str, Recipe] = {
     "gpt": Recipe(
@@ -66,7 +73,7 @@ RECIPES: dict[str, Recipe] = {
         unit="sentence",
         train_tokenizer=("--model-type", "wordpiece", "--cased"),
         # Of source code a line is what a sentence is of a text.
-        preprocessing=(("--split-sentences", "--sentence-splitter", "lines"), ("--split-sentences",)),
+        preprocessing=(_LINES, ("--split-sentences",)),
         samples=(
             (
                 "--prompt",
@@ -91,5 +98,17 @@ RECIPES: dict[str, Recipe] = {
         samples=(("--prompt", "def main(", *_SAMPLING), ("--prompt", "", *_SAMPLING)),
         more=("--prompt", "def "),
         neighbors=("--retro-embedder-dim", "256", "--retro-index-ntrain", "100000"),
+    ),
+    "t5": Recipe(
+        family="t5",
+        vocab_size=8000,
+        tokenizer_type="BertWordPieceCase",
+        tokenizer_file="vocab.txt",
+        tokenizer_flag="--vocab-file",
+        unit="sentence",
+        train_tokenizer=("--model-type", "wordpiece", "--cased"),
+        preprocessing=(_LINES, ("--split-sentences",)),
+        samples=(("--prompt", *_CODE_WITH_GAPS, "--greedy"), ("--prompt", *_TEXT_WITH_GAPS, "--greedy")),
+        more=("--prompt", _CODE_WITH_GAPS[0]),
     ),
 }

@@ -5,6 +5,7 @@ logits / temperature --> keep the k largest --> keep the likeliest whose probabi
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
@@ -83,3 +84,9 @@ def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
     if sampling.is_greedy:
         return int(logits.float().argmax())
     return int(torch.multinomial(next_token_probabilities(logits.cpu(), sampling), 1, generator=generator))
+
+
+def sampling_of(args: Namespace) -> Sampling:
+    """How tokens are chosen. Raises: ConfigError for numbers that mean nothing."""
+    temperature = 1.0 if args.temperature is None else args.temperature
+    return Sampling(temperature=0.0 if args.greedy else temperature, top_k=args.top_k, top_p=args.top_p)

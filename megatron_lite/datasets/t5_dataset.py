@@ -95,11 +95,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         self._sentinels: list[int] = list(config.tokenizer.additional_special_tokens_ids)
         pad = special_token(config.tokenizer, "pad")
         self._filler = pad if pad is not None and pad >= 0 else 0  # any token: masks say that it is none
-        # T5's own vocabulary has no beginning: its decoder begins with the padding token.
-        begin = special_token(config.tokenizer, "bos", "pad", "eod")
-        end = special_token(config.tokenizer, "eos", "eod")
-        assert end is not None, "a tokenizer has a token that ends documents"
-        self._end, self._begin = end, begin if begin is not None and begin >= 0 else end
+        self._begin, self._end = first_and_last(config.tokenizer)
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -171,3 +167,14 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
             decoder += [sentinel, *labels]
             begin = run[-1] + 1
         return encoder + tokens[begin:], decoder
+
+
+def first_and_last(tokenizer: Any) -> tuple[int, int]:
+    """The tokens that the decoder begins with and ends with.
+
+    T5's own vocabulary has no beginning: its decoder begins with the padding token.
+    """
+    begin = special_token(tokenizer, "bos", "pad", "eod")
+    end = special_token(tokenizer, "eos", "eod")
+    assert end is not None, "a tokenizer has a token that ends documents"
+    return begin if begin is not None and begin >= 0 else end, end

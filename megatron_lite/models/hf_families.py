@@ -8,8 +8,9 @@ from megatron_lite.models.gpt.hf_config import FAMILIES as GPT_FAMILIES
 from megatron_lite.models.gpt.hf_config import MISSING
 from megatron_lite.models.gpt.hf_family import Family
 from megatron_lite.models.gpt.hf_names import Args, Config, refuse
+from megatron_lite.models.T5.hf_names import T5
 
-FAMILIES: dict[str, Family] = {**GPT_FAMILIES, **BERT_FAMILIES}
+FAMILIES: dict[str, Family] = {**GPT_FAMILIES, **BERT_FAMILIES, T5.model_type: T5}
 
 
 def family_of(config: Config) -> Family:

@@ -330,6 +330,11 @@ def core_transformer_config_from_args(
         activation = {"activation_func": F.silu, "bias_activation_fusion": args.bias_swiglu_fusion}
     elif args.quick_geglu:
         activation = {"activation_func": quick_gelu, "bias_activation_fusion": args.bias_gelu_fusion}
+    elif args.geglu:
+        gelu = tanh_gelu if args.openai_gelu else F.gelu
+        activation = {"activation_func": gelu, "bias_activation_fusion": args.bias_gelu_fusion}
+    elif args.relu:
+        activation = {"activation_func": F.relu, "bias_activation_fusion": False}
     elif args.squared_relu:
         activation = {"activation_func": squared_relu, "bias_activation_fusion": False}
     elif args.openai_gelu:
@@ -340,7 +345,7 @@ def core_transformer_config_from_args(
         config_class,
         args,
         **_yarn_of(args, config_class),
-        gated_linear_unit=args.swiglu or args.quick_geglu,
+        gated_linear_unit=derived.is_gated(args),
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         pipeline_dtype=args.params_dtype,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,

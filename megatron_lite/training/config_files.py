@@ -26,6 +26,8 @@ _ACTIVATIONS = {
     "squared_relu": ["--squared-relu"],
     "squaredrelu": ["--squared-relu"],
     "quick_geglu": ["--quick-geglu"],
+    "geglu": ["--geglu"],
+    "relu": ["--relu"],
 }
 _IMPLIED = {"gated_linear_unit", "bias_activation_fusion", "memory_efficient_layer_norm"}  # follow from other keys
 

@@ -42,6 +42,10 @@ class ModelConfig:
     )
     mscale: float = flag(1.0, "YaRN: how much more sharply the longer context is attended to.")
     mscale_all_dim: float = flag(0.0, "YaRN: the part of it that goes into the scale of the softmax.")
+    lm_head_bias: bool = flag(
+        True, "T5: no bias in an output layer that shares the embedding's weights.", off="--no-lm-head-bias"
+    )
+    scaled_logits: bool = flag(False, "T5: logits / sqrt(hidden), as the first T5 has them.")
     untie_embeddings_and_output_weights: bool = flag(
         False, "An output layer of its own, instead of the word embedding's weights."
     )
@@ -51,6 +55,8 @@ class ModelConfig:
     num_query_groups: int = flag(1, "Number of key/value heads, with --group-query-attention.")
     swiglu: bool = flag(False, "Gated MLP with SiLU.")
     quick_geglu: bool = flag(False, "Gated MLP with the sigmoid form of GELU.")
+    geglu: bool = flag(False, "Gated MLP with GELU; with --openai-gelu in its tanh form, as T5 1.1 has it.")
+    relu: bool = flag(False, "MLP with ReLU, as the first T5 has it.")
     squared_relu: bool = flag(False, "MLP with max(x, 0)^2.")
     openai_gelu: bool = flag(False, "GELU in its tanh form, for old checkpoints.")
     attention_softmax_in_fp32: bool = flag(False, "Softmax of the attention in fp32.")

@@ -294,6 +294,11 @@ def has_decoder_behind(args: Namespace) -> bool:
     return getattr(args, "model_family", None) == "t5"
 
 
+def is_gated(args: Namespace) -> bool:
+    """Whether the MLP multiplies two of its inner halves."""
+    return bool(args.swiglu or args.quick_geglu or args.geglu)
+
+
 def tokens_per_sample(args: Namespace) -> int:
     """Of all its parts."""
     return int(args.seq_length + (args.decoder_seq_length or 0))

@@ -74,7 +74,8 @@ OWN_FLAGS: tuple[tuple[str, str], ...] = (
     ),
     (
         "t5",
-        "--decoder-num-layers --decoder-seq-length --relative-attention-num-buckets --relative-attention-max-distance",
+        "--decoder-num-layers --decoder-seq-length --relative-attention-num-buckets --relative-attention-max-distance "
+        "--no-lm-head-bias --scaled-logits",
     ),
     ("bert t5", "--mask-prob --short-seq-prob"),
     ("bert", "--bert-no-binary-head --output-bert-embeddings"),

@@ -21,7 +21,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_lite.models.retro.config import retro_layer_numbers
-from megatron_lite.training.derived import has_decoder_behind
+from megatron_lite.training.derived import has_decoder_behind, is_gated
 from megatron_lite.training.families import family_of
 from megatron_lite.transformer.moe.moe_rules import moe_layers
 
@@ -37,8 +37,8 @@ def num_floating_point_operations(args: Namespace, batch_size: int) -> float:
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     key = args.kv_channels * groups
     if has_decoder_behind(args):
-        return 6 * batch_size * _encoder_and_decoder(args, query, 3 if args.swiglu or args.quick_geglu else 2)
-    mlps = _mlps(args, 3 if args.swiglu or args.quick_geglu else 2)
+        return 6 * batch_size * _encoder_and_decoder(args, query, 3 if is_gated(args) else 2)
+    mlps = _mlps(args, 3 if is_gated(args) else 2)
     attention = h * (query + 2 * key) + query * h
     logits = h * args.padded_vocab_size
     scores = s * s * layers * query

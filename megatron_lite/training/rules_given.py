@@ -107,8 +107,8 @@ GIVEN: tuple[Rule, ...] = (
         )
     ),
     Rule(
-        lambda a: sum((a.swiglu, a.squared_relu, a.quick_geglu, a.openai_gelu)) > 1,
-        "more than one of --swiglu, --squared-relu, --quick-geglu and --openai-gelu",
+        lambda a: sum((a.swiglu, a.squared_relu, a.quick_geglu, a.relu, a.geglu or a.openai_gelu)) > 1,
+        "more than one of --swiglu, --squared-relu, --quick-geglu, --relu and --geglu or --openai-gelu",
         "the MLP has one activation",
         "leave all but one out",
     ),

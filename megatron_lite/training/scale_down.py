@@ -19,6 +19,7 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.training.arguments import parse_args
 from megatron_lite.training.configs import ModelConfig
+from megatron_lite.training.derived import has_decoder_behind
 from megatron_lite.training.families import defaults_of, family_of
 from megatron_lite.training.layout_check import EPSILON
 from megatron_lite.transformer.mla_config import LatentAttentionConfig
@@ -61,6 +62,8 @@ def scale_down(given: Namespace, data_parallel_size: int, steps: int, max_ranks:
     Returns: arguments with `world_size` and `data_parallel_size` set; changes of the layout come first.
     Raises: ConfigError when the layout cannot be made small enough.
     """
+    if given.num_layers is None:
+        given.num_layers = given.encoder_num_layers
     missing = [
         f"--{n.replace('_', '-')}" for n in ("num_layers", "hidden_size", "num_attention_heads") if not vars(given)[n]
     ]
@@ -128,6 +131,12 @@ def _model(given: Namespace, small: Namespace) -> list[str]:
     if len(given.cp_comm_type) > 1:
         small.cp_comm_type = [exchanges[i % len(exchanges)] for i in range(small.num_layers)]
     small.encoder_num_layers = None
+    if has_decoder_behind(given):  # both stacks are placed as one row: as many of each as there are stages
+        small.num_layers = small.decoder_num_layers = max(2, stages)
+        small.decoder_seq_length = SEQ_LENGTH // 2
+        small.vocab_extra_ids = min(given.vocab_extra_ids, 20)
+        if small.pipeline_model_parallel_split_rank:
+            small.pipeline_model_parallel_split_rank = 1
 
     heads, hidden = given.num_attention_heads, given.hidden_size
     if heads % real_tp:

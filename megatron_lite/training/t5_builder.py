@@ -49,4 +49,6 @@ def t5_builder(
         relative_attention_max_distance=args.relative_attention_max_distance,
         vp_stage=vp_stage,
         rotary_base=args.rotary_base,
+        lm_head_bias=args.lm_head_bias,
+        scaled_logits=args.scaled_logits,
     )

@@ -98,7 +98,7 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
     qk_l2_norm: bool = flag(False, "Divide queries and keys by their root mean square, head by head, without weights.")
     attention_output_gate: bool = flag(False, "Multiply the output of every head by a sigmoid gate of the input.")
     softmax_type: str = flag("vanilla", "Softmax of the attention, with or without a sink.", choices=SOFTMAX_TYPES)
-    softmax_scale: float | None = None
+    softmax_scale: float | None = flag(None, "Factor of attention's scores. Default: 1 / sqrt(head); T5's is 1.")
     apply_query_key_layer_scaling: bool = flag(
         False, "Divide scores by the layer's number before the softmax and multiply inside it (for fp16)."
     )

@@ -43,12 +43,12 @@ PositionEmbedding = Literal["learned_absolute", "rope", "relative"]
 
 
 class T5LMHead(MegatronModule):
-    """The output layer: h -> vocabulary. With the embedding's weight it has a bias, with its own it has none.
+    """The output layer: h -> vocabulary.
 
     Args:
         parallel_output: leave logits split over the vocabulary.
         skip_weight_param_allocation: the weight comes with each call.
-        tied: with the embedding.
+        tied: with the embedding, whose initial values it takes.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class T5LMHead(MegatronModule):
         parallel_output: bool,
         vocab_size: int,
         skip_weight_param_allocation: bool = False,
-        tied: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        tied: bool = False,
+        bias: bool = False,
     ):
         super().__init__(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
@@ -68,7 +70,7 @@ class T5LMHead(MegatronModule):
             vocab_size,
             config=config,
             init_method=(config.embedding_init_method or config.init_method) if tied else config.init_method,
-            bias=tied,
+            bias=bias,
             skip_bias_add=False,
             gather_output=not parallel_output,
             skip_weight_param_allocation=skip_weight_param_allocation,
@@ -119,6 +121,8 @@ class T5Model(LanguageModule):
         pg_collection: None = the registered groups.
         vp_stage: which chunk of the stage this is.
         rotary_base: as RotaryEmbedding has it.
+        lm_head_bias: False: a tied output layer has none, as in the models of the T5 paper.
+        scaled_logits: logits / sqrt(h), as its first models have them.
     """
 
     model_type = ModelType.encoder_or_decoder  # Megatron's scripts say so for T5
@@ -148,6 +152,8 @@ class T5Model(LanguageModule):
         vp_stage: int | None = None,
         *,
         rotary_base: float = 10000,
+        lm_head_bias: bool = True,
+        scaled_logits: bool = False,
     ):
         super().__init__(config, pg_collection)
         _check(config, position_embedding_type, fp16_lm_cross_entropy, add_encoder or add_decoder)
@@ -156,6 +162,7 @@ class T5Model(LanguageModule):
         self.add_encoder, self.add_decoder, self.vp_stage = add_encoder, add_decoder, vp_stage
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type, self.fp16_lm_cross_entropy = position_embedding_type, fp16_lm_cross_entropy
+        self.logit_factor = config.hidden_size**-0.5 if scaled_logits else 1.0
         self.stage_layout = t5_layout(config, encoder_config)
         held = self.stage_layout.cell(collectives.group_rank(self.pg_collection.pp), vp_stage)
         assert held.encoder is not None
@@ -192,7 +199,13 @@ class T5Model(LanguageModule):
             if post_process and add_decoder:
                 tied = share_embeddings_and_output_weights
                 self.lm_head = T5LMHead(
-                    config, parallel_output, vocab_size, pre_process and tied, tied, self.pg_collection
+                    config,
+                    parallel_output,
+                    vocab_size,
+                    pre_process and tied,
+                    self.pg_collection,
+                    tied=tied,
+                    bias=tied and lm_head_bias,
                 )
         self._mark_copies(buckets[0], held)
         if pre_process or (post_process and add_decoder):
@@ -332,6 +345,8 @@ class T5Model(LanguageModule):
             return encoded
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
+        if self.logit_factor != 1.0:
+            x = x * self.logit_factor
         logits = self.lm_head(x, weight, None if lm_labels is None else False)  # the loss wants split logits
         if lm_labels is None:
             return logits.transpose(0, 1).contiguous()

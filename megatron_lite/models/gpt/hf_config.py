@@ -209,5 +209,5 @@ MISSING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
     "gemma": _GEMMA,
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), _LATER),
-    **dict.fromkeys(("t5", "mt5", "umt5"), "the T5 model is not converted yet"),
+    **dict.fromkeys(("mt5", "umt5"), "T5 and T5 1.1 are converted, its multilingual kin is not yet"),
 }

@@ -28,7 +28,8 @@ class Family:
     whose value makes the family. demands: keys of config.json that, if there, must have one of these values.
     read, write: what takes more than a table. model_family: our kind of model. architecture_of: arguments -> its class,
     where members have several. copies: tensors that may lie beside the one they are tied to. note: config.json -> what
-    who brings such a model should know.
+    who brings such a model should know. ends: names of the embedding and of the output layer, where config.json does
+    not tell whether they are one: it is looked up, and `read` finds `output_is_embedding` in the config.
     """
 
     model_type: str
@@ -45,6 +46,7 @@ class Family:
     architecture_of: Callable[[Args], str] | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     note: Callable[[Config], str] = lambda config: ""
+    ends: tuple[str, str] | None = None
 
     def to_flags(self, config: Config) -> list[str]:
         """The command line of the model that config.json describes. Raises: ConfigError naming what we lack."""
@@ -64,7 +66,7 @@ class Family:
                     f"config.json has no {setting.theirs}", f"every {self.model_type} model has it", "the whole file"
                 )
             words += [setting.flag, value]
-        if not config.get("tie_word_embeddings", self.tied_by_default):
+        if self.ends is None and not config.get("tie_word_embeddings", self.tied_by_default):
             words.append("--untie-embeddings-and-output-weights")
         return [str(word) for word in [*words, *self.read(config)]]
 
@@ -117,6 +119,9 @@ _NEUTRAL: dict[str, Any] = {
     "rotary_interleaved": False,
     "squared_relu": False,
     "quick_geglu": False,
+    "geglu": False,
+    "relu": False,
+    "softmax_scale": None,
     "num_experts": None,
     "multi_latent_attention": False,
     "mtp_num_layers": (None, 0),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,8 @@ class Sizes:
     expert_inner: int = 0
     shared_inner: int = 0
     with_experts: tuple[bool, ...] = ()  # by layer
+    behind: int = 0  # layers of a decoder behind an encoder
+    buckets: int = 0  # of relative positions
 
     @classmethod
     def of(cls, args: Args, vocabulary: int) -> Sizes:
@@ -62,6 +65,8 @@ class Sizes:
             expert_inner=args.get("moe_ffn_hidden_size") or 0,
             shared_inner=args.get("moe_shared_expert_intermediate_size") or 0,
             with_experts=tuple(moe_layers(args["num_layers"], args.get("num_experts"), args.get("moe_layer_freq", 1))),
+            behind=args.get("decoder_num_layers") or 0,
+            buckets=args.get("relative_attention_num_buckets") or 0,
         )
 
     def shape(self, words: str) -> tuple[int, ...]:
@@ -82,6 +87,9 @@ class Sizes:
             "2fs": 2 * self.shared_inner,
             "1": 1,
             "2": 2,
+            "2q": 2 * self.heads * self.head,
+            "n": self.heads,
+            "r": self.buckets,
         }
         return tuple(values[word] for word in words.split())
 
@@ -169,6 +177,25 @@ class Stacked:
         return list(tensor.chunk(2))
 
 
+class KeyValue:
+    """k and v `[np hn, ...]` <-> per head its key, its value: cross attention."""
+
+    @staticmethod
+    def join(parts: Iterator[Tensor], sizes: Sizes) -> Tensor:
+        first = next(parts)
+        out = first.new_empty(sizes.heads, 2, sizes.head, *first.shape[1:])
+        out[:, 0] = first.reshape(sizes.heads, sizes.head, *first.shape[1:])
+        del first
+        second = next(parts)
+        out[:, 1] = second.reshape(sizes.heads, sizes.head, *second.shape[1:])
+        return out.flatten(0, 2)
+
+    @staticmethod
+    def divide(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
+        grouped = tensor.view(sizes.heads, 2, sizes.head, *tensor.shape[1:])
+        return [grouped[:, i].flatten(0, 1) for i in range(2)]
+
+
 class Vocabulary:
     """Rows of tokens, and zeros in ours up to the padded size."""
 
@@ -202,7 +229,8 @@ class Row:
     after it, `{e}` for an expert.
 
     shape: of ours, in the words of `Sizes.shape`. when: the argument that must be on for the tensor to exist. layers:
-    which have it: "all", "dense" or "experts". last: our name in the last layer, where it is another.
+    which have it: "all", "dense" or "experts"; or "behind", those of a decoder behind the encoder. last: our name in
+    the last layer, where it is another.
     """
 
     ours: str
@@ -367,26 +395,35 @@ QWEN2_MOE_ROWS = _with(
 )
 
 
+def _stack_of(row: Row) -> tuple[bool, bool]:
+    """Whether a row is one for each layer, and whether of a decoder behind the encoder."""
+    return "{}" in row.ours or "{next}" in row.ours, row.layers == "behind"
+
+
 def links(rows: Sequence[Row], args: Args, sizes: Sizes) -> list[Link]:
     """The rows that exist in a model with these arguments, layer by layer."""
-    wanted = [row for row in rows if row.when(args)]
-    layered = [row for row in wanted if "{}" in row.ours or "{next}" in row.ours]
-    before = [row for row in wanted[: wanted.index(layered[0])]]
-    after = [row for row in wanted[wanted.index(layered[-1]) + 1 :]]
 
     def link(row: Row, layer: int = 0, expert: int = 0) -> Link:
         theirs = tuple(name.format(layer, e=expert) for name in row.theirs)
         ours = row.last if row.last and layer == sizes.layers - 1 else row.ours
         return Link(ours.format(layer, next=layer + 1, e=expert), row.form, theirs, sizes.shape(row.shape))
 
-    inner = []
-    for layer in range(sizes.layers):
-        kind = "experts" if sizes.with_experts[layer] else "dense"
-        for row in layered:
-            if row.layers in ("all", kind):
-                numbers = range(sizes.experts if "{e}" in row.ours else 1)
-                inner += [link(row, layer, expert) for expert in numbers]
-    return [*map(link, before), *inner, *map(link, after)]
+    def of_layer(row: Row, layer: int) -> Iterator[Link]:
+        kind = "experts" if row.layers != "behind" and sizes.with_experts[layer] else "dense"
+        if row.layers in ("all", "behind", kind):
+            numbers = range(sizes.experts if "{e}" in row.ours else 1)
+            yield from (link(row, layer, expert) for expert in numbers)
+
+    found: list[Link] = []
+    wanted = [row for row in rows if row.when(args)]
+    for (is_layer, behind), group in groupby(wanted, key=_stack_of):
+        stack = list(group)
+        if not is_layer:
+            found += map(link, stack)
+            continue
+        for layer in range(sizes.behind if behind else sizes.layers):
+            found += (item for row in stack for item in of_layer(row, layer))
+    return found
 
 
 # Buffers that older versions of transformers saved among the weights: masks and angles, which follow from the shape.

@@ -42,6 +42,7 @@ def test_operations_equal_the_published_values(row):
         padded_vocab_size=vocabulary,
         swiglu=swiglu,
         quick_geglu=False,
+        geglu=False,
         num_experts=None,
         moe_layer_freq=1,
     )
@@ -96,7 +97,9 @@ def test_operations_equal_the_published_values(row):
 )
 def test_operations_of_experts_equal_the_published_values(model, batch, operations):
     """Counting all experts, not the chosen ones, would inflate them fourfold."""
-    args = Namespace(**model, moe_router_topk=2, group_query_attention=True, swiglu=True, quick_geglu=False)
+    args = Namespace(
+        **model, moe_router_topk=2, group_query_attention=True, swiglu=True, quick_geglu=False, geglu=False
+    )
     assert num_floating_point_operations(args, batch) == operations
 
 
@@ -128,6 +131,7 @@ def test_operations_of_an_encoder_and_a_decoder_equal_those_that_torch_counts():
         padded_vocab_size=vocabulary,
         swiglu=False,
         quick_geglu=False,
+        geglu=False,
     )
     hidden_half = 5 * 2 * behind * t * t * h  # of the scores and of their products with values, two operations each
     assert num_floating_point_operations(args, 5) == 3 * (counter.get_total_flops() - hidden_half)
