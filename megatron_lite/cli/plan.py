@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.cli.timeline import FORMATS, draw
 from megatron_lite.errors import ConfigError
@@ -24,7 +25,13 @@ from megatron_lite.pipeline_parallel.actions import (
     make_schedule,
 )
 from megatron_lite.pipeline_parallel.schedule_check import Proof, check_schedule, receive_depth
-from megatron_lite.pipeline_parallel.stage_layout import StageLayout, parse_layout, stage_layout
+from megatron_lite.pipeline_parallel.stage_layout import (
+    Cell,
+    StageLayout,
+    encoder_decoder_layout,
+    parse_layout,
+    stage_layout,
+)
 
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble (ZB-H1)"}
 _SHOWN = 24  # actions of a list that are printed in full
@@ -98,7 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--backward-time", type=float, default=2.0, metavar="T", help="the same (default: 2)")
     add("--output", type=Path, metavar="FILE", help=f"draw a timeline: {', '.join(FORMATS)}")
     layers = parser.add_argument_group("which stage holds what")
-    layers.add_argument("--num-layers", type=int, metavar="L")
+    layers.add_argument("--num-layers", "--encoder-num-layers", type=int, metavar="L")
+    layers.add_argument("--decoder-num-layers", type=int, metavar="D", help="behind an encoder of L layers (T5)")
+    layers.add_argument(
+        "--pipeline-model-parallel-split-rank", type=int, metavar="STAGE", help="T5: the decoder's first stage"
+    )
     layers.add_argument("--decoder-first-pipeline-num-layers", type=int, metavar="N")
     layers.add_argument("--decoder-last-pipeline-num-layers", type=int, metavar="N")
     layers.add_argument("--account-for-embedding-in-pipeline-split", action="store_true")
@@ -116,6 +127,7 @@ def _check(args: argparse.Namespace) -> None:
         "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
         "--microbatch-group-size-per-virtual-pipeline-stage": args.microbatch_group_size_per_virtual_pipeline_stage,
         "--num-layers": args.num_layers,
+        "--decoder-num-layers": args.decoder_num_layers,
     }
     for flag, size in sizes.items():
         if size is not None and size < 1:
@@ -136,6 +148,8 @@ def _check(args: argparse.Namespace) -> None:
         or args.account_for_embedding_in_pipeline_split
         or args.account_for_loss_in_pipeline_split
         or text is not None
+        or args.decoder_num_layers is not None
+        or args.pipeline_model_parallel_split_rank is not None
     )
     if placing and args.num_layers is None:
         raise ConfigError("layers are placed, but there are none", why="--num-layers is missing", fix="--num-layers L")
@@ -203,17 +217,28 @@ def _short(actions: Sequence[Action]) -> str:
 
 
 def _place(args: argparse.Namespace) -> StageLayout:
-    return stage_layout(
-        args.num_layers,
-        args.pipeline_model_parallel_size,
-        args.num_virtual_stages_per_pipeline_rank or 1,
-        args.decoder_first_pipeline_num_layers,
-        args.decoder_last_pipeline_num_layers,
-        args.account_for_embedding_in_pipeline_split,
-        args.account_for_loss_in_pipeline_split,
-        args.pipeline_model_parallel_layout,
-        mtp_layers=args.mtp_num_layers,
-    )
+    stages, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank or 1
+    ways: dict[str, Any] = {
+        "first": args.decoder_first_pipeline_num_layers,
+        "last": args.decoder_last_pipeline_num_layers,
+        "count_embedding": args.account_for_embedding_in_pipeline_split,
+        "count_loss": args.account_for_loss_in_pipeline_split,
+        "layout": args.pipeline_model_parallel_layout,
+    }
+    split = args.pipeline_model_parallel_split_rank
+    if args.decoder_num_layers is not None:
+        return encoder_decoder_layout(args.num_layers, args.decoder_num_layers, stages, chunks, split or None, **ways)
+    if split:
+        raise ConfigError(
+            f"--pipeline-model-parallel-split-rank {split}",
+            why="it is the first stage of a decoder behind an encoder, and there is one stack",
+            fix="--encoder-num-layers and --decoder-num-layers",
+        )
+    return stage_layout(args.num_layers, stages, chunks, **ways, mtp_layers=args.mtp_num_layers)
+
+
+def _layers(cell: Cell) -> int:
+    return len(cell.layers) + len(cell.encoder or ())
 
 
 def _table(placed: StageLayout, stages: int) -> str:
@@ -222,7 +247,7 @@ def _table(placed: StageLayout, stages: int) -> str:
     rows = [["", *(f"chunk {chunk}" if chunks > 1 else "holds" for chunk in range(chunks)), "layers"]]
     for stage in range(stages):
         cells = [row[stage] for row in placed.cells]
-        rows.append([f"stage {stage}", *map(str, cells), str(sum(len(cell.layers) for cell in cells))])
+        rows.append([f"stage {stage}", *map(str, cells), str(sum(map(_layers, cells)))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n" + "\n".join(
         "  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows

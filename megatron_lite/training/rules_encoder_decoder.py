@@ -69,6 +69,11 @@ ENCODER_DECODER: tuple[Rule, ...] = (
         "the decoder's queries and the encoder's keys have no common positions",
     ),
     _cannot(
+        "--mtp-num-layers {mtp_num_layers}",
+        lambda a: a.mtp_num_layers,
+        "a sentinel's text has no further tokens to foretell",
+    ),
+    _cannot(
         "--num-experts {num_experts}", lambda a: a.num_experts, "its layers are dense", "pretrain_gpt.py has experts"
     ),
     _cannot("--spec", lambda a: a.spec and a.spec != ["local"], "a recipe is one layer, and T5 has two kinds"),

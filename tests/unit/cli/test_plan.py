@@ -128,3 +128,17 @@ def test_planning_needs_no_torch():
     words = ["plan", "--pipeline-model-parallel-size", "2", "--num-microbatches", "2"]
     code = f"import sys; from megatron_lite.cli.main import main; main({words!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_an_encoder_and_its_decoder_are_placed_as_one_row(capsys):
+    """Evenly, by the decoder's first stage, or by a string; the schedule is that of any pipeline."""
+    words = "--pipeline-model-parallel-size 2 --num-microbatches 4 --encoder-num-layers 6 --decoder-num-layers 2"
+    assert "encoder layers 4 to 5, decoder layers 0 to 1, loss" in plan(capsys, words)
+    split = plan(capsys, f"{words} --pipeline-model-parallel-split-rank 1")
+    assert re.search(r"stage 0 +embedding, encoder layers 0 to 5 +6", split)
+    assert re.search(r"stage 1 +decoder layers 0 to 1, loss +2", split)
+    placed = plan(capsys, f"{words} --pipeline-model-parallel-layout Ettttttt|tL")
+    assert "embedding, encoder layers 0 to 5, decoder layer 0" in placed
+    one_stack = words.replace("--decoder-num-layers 2", "--pipeline-model-parallel-split-rank 1")
+    assert cli.main(["plan", *one_stack.split()]) != 0
+    assert "there is one stack" in capsys.readouterr().err

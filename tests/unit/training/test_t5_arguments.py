@@ -9,6 +9,7 @@ from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.derived import tokens_per_sample
 from megatron_lite.training.families import defaults_of
 from megatron_lite.training.t5_data import get_t5_batch
+from tests.e2e.launch import ROOT
 
 BASE = """--encoder-num-layers 4 --hidden-size 32 --num-attention-heads 4
     --encoder-seq-length 32 --decoder-seq-length 16 --max-position-embeddings 32 --vocab-extra-ids 100
@@ -50,6 +51,7 @@ WRONG = {
     "--pipeline-model-parallel-size 3": "8 do not divide by 3",
     "--pipeline-model-parallel-size 2 --pipeline-model-parallel-split-rank 2": "1 to 1",
     "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL": "it holds 4 t",
+    "--mtp-num-layers 1": "--mtp-num-layers 1",
     "--decoder-num-layers 0": "--decoder-num-layers 0",
 }
 
@@ -94,3 +96,11 @@ def test_c125_labels_of_a_batch_are_in_the_vocabulary_and_padding_has_weight_0()
     batch = get_t5_batch(rows, torch.device("cpu"), 9)
     assert batch.labels.tolist() == [[8, 7, 4, 0]] and batch.loss_mask.tolist() == [[1.0, 1.0, 1.0, 0.0]]
     assert batch.padding.shape == (1, 1, 1, 4) and batch.padding.flatten().tolist() == [False, False, False, True]
+
+
+def test_the_quickstarts_config_is_a_run():
+    """`configs/t5_small.yaml` with data and vocabulary, as `make train MODEL=t5` gives them."""
+    words = ["--config", str(ROOT / "configs/t5_small.yaml"), "--data-path", "corpus", "--vocab-file", "vocab.txt"]
+    args = validate_args(parse_args(words, args_defaults=defaults_of("t5")), 1)
+    assert (args.num_layers, args.decoder_num_layers) == (4, 3)
+    assert args.tokenizer_type == "BertWordPieceCase" and args.vocab_extra_ids == 100
