@@ -50,6 +50,17 @@ def gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return activation(gate) * up
 
 
+def bounded(x: Tensor, limit: float | None, offset: float, *, is_gated: bool) -> Tensor:
+    """What enters an activation, kept within a limit: `[..., f]` in [-limit, limit], or of `[gate; up]` the gate up to
+    the limit and up within it, plus an offset (OpenAI 2025, "gpt-oss model card", section 2.1)."""
+    if not is_gated:
+        return x if limit is None else x.clamp(-limit, limit)
+    gate, up = x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return torch.cat([gate, up + offset], dim=-1)
+
+
 class _SwiGLU(torch.autograd.Function):
     """Keeps only x for backward (autograd would keep silu(gate) too) and writes both gradients into one tensor."""
 

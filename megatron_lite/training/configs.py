@@ -57,6 +57,9 @@ class ModelConfig:
     quick_geglu: bool = flag(False, "Gated MLP with the sigmoid form of GELU.")
     geglu: bool = flag(False, "Gated MLP with GELU; with --openai-gelu in its tanh form, as T5 1.1 has it.")
     relu: bool = flag(False, "MLP with ReLU, as the first T5 has it.")
+    enable_gpt_oss: bool = flag(
+        False, "Layers as GPT-OSS has them: YaRN, sinks, every other layer a window of 128, bounded quick GEGLU."
+    )
     squared_relu: bool = flag(False, "MLP with max(x, 0)^2.")
     openai_gelu: bool = flag(False, "GELU in its tanh form, for old checkpoints.")
     attention_softmax_in_fp32: bool = flag(False, "Softmax of the attention in fp32.")

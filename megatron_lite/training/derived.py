@@ -26,6 +26,7 @@ def derive(args: Namespace) -> tuple[list[str], list[str]]:
     """
     notices: list[str] = []
     warnings: list[str] = []
+    _derive_recipe(args)
     _derive_layout(args, warnings)
     _derive_shape(args)
     _derive_experts(args, warnings)
@@ -302,6 +303,30 @@ def is_gated(args: Namespace) -> bool:
 def tokens_per_sample(args: Namespace) -> int:
     """Of all its parts."""
     return int(args.seq_length + (args.decoder_seq_length or 0))
+
+
+# What `--enable-gpt-oss` sets, where it is not typed (OpenAI 2025, "gpt-oss model card"; its config.json).
+_GPT_OSS: dict[str, object] = {
+    "position_embedding_type": "yarn",
+    "rotary_base": 150000,
+    "rotary_scaling_factor": 32.0,
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_correction_range_round_to_int": False,
+    "softmax_type": "learnable",
+    "window_size": (127, 0),
+    "window_attn_skip_freq": 2,
+    "normalization": "RMSNorm",
+    "quick_geglu": True,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+}
+
+
+def _derive_recipe(args: Namespace) -> None:
+    if args.enable_gpt_oss:
+        for name, value in _GPT_OSS.items():
+            if name not in args.typed:
+                setattr(args, name, value)
 
 
 def _derive_shape(args: Namespace) -> None:

@@ -20,8 +20,6 @@ from megatron_lite.config import KINDS, Flag, destination
 
 # key -> (what has not landed, what to do now)
 CAPABILITIES = {
-    "activation variants": ("this variant of the activation", "--swiglu, --quick-geglu, --squared-relu or plain GELU"),
-    "attention variants": ("this variant of attention", "--qk-layernorm, or plain attention"),
     "diagnostics": ("this diagnostic", "--log-throughput, --timing-log-level 2, --log-params-norm, --profile"),
     "fp8": ("FP8", "--bf16"),
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
@@ -41,7 +39,6 @@ CAPABILITIES = {
     "text server": ("the text server", "megatron-lite generate"),
     "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
     "training variants": ("this way to train", "leave it out"),
-    "yarn": ("YaRN positions", "--use-rope-scaling, or --rotary-seq-len-interpolation-factor"),
     "inference layers": ("layers for inference alone", "--transformer-impl local"),
 }
 
@@ -81,6 +78,10 @@ REASONS = {
     "experimental layers": ("the layer is experimental", "standard attention, --group-query-attention, --window-size"),
     "gpu kernels": ("it chooses among vendor kernels that are not used here", "leave it out"),
     "inference": ("inference here is small", "megatron-lite generate, or export to Hugging Face for a serving engine"),
+    "largest scores": (
+        "it needs the largest score of every head, which no fused attention gives",
+        "--qk-layernorm or --qk-l2-norm, which bound the scores",
+    ),
     "layer-wise": ("there is one parameter layout", "leave it out"),
     "local checkpoints": (
         "local checkpoints are each rank's own part, without copies on other machines",

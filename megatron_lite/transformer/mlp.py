@@ -2,6 +2,7 @@
 
     plain   y = act(x A + a) B + b            A [h, f]
     gated   y = (act(g) * u) B + b            [g, u] = x A + a, A [h, 2 f], gate first
+            `glu_linear_offset` is added to u; `activation_func_clamp_value` bounds both before
 
 A is split by columns and B by rows over tp, so nothing is communicated in between.
 """
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.fusions.bias_activation import gated, tanh_gelu, weighted
+from megatron_lite.fusions.bias_activation import bounded, gated, tanh_gelu, weighted
 from megatron_lite.transformer.module import MegatronModule
 from megatron_lite.transformer.spec_utils import ModuleSpec, build_module
 from megatron_lite.transformer.transformer_config import TransformerConfig
@@ -94,6 +95,9 @@ class MLP(MegatronModule):
 
     def activate(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """`[..., f]` or `[..., 2 f]` -> `[..., f]`, times a number for each row where `scale` is given."""
+        limit, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
+        if limit is not None or offset != 0.0:
+            x = bounded(x, limit, offset, is_gated=self.config.gated_linear_unit)
         if scale is not None:
             return weighted(self.activation_func, x, scale, is_gated=self.config.gated_linear_unit)
         return gated(self.activation_func, x) if self.config.gated_linear_unit else self.activation_func(x)

@@ -87,6 +87,10 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
     add_qkv_bias: bool = flag(False, "A bias on the query, key and value projection only.")
     gated_linear_unit: bool = False
     activation_func: Callable[[torch.Tensor], torch.Tensor] = None  # type: ignore[assignment]  # None: F.gelu
+    glu_linear_offset: float = flag(0.0, "Gated MLP: added to the half that is not activated.")
+    activation_func_clamp_value: float | None = flag(
+        None, "Bound of what enters the activation: the gate from above, all else on both sides."
+    )
     hidden_dropout: float = flag(0.1, "Dropout after attention, after the MLP and on the embeddings.")
     attention_dropout: float = flag(0.1, "Dropout on the attention weights.")
 
@@ -246,6 +250,15 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
     def _problems(self) -> Iterator[ConfigError]:
         if self.mtp_num_layers is not None and self.mtp_num_layers < 0:
             yield ConfigError(f"--mtp-num-layers {self.mtp_num_layers}", why="it is a number of layers", fix="1")
+        limit = self.activation_func_clamp_value
+        if limit is not None and not 0.0 < limit < float("inf"):
+            yield ConfigError(f"--activation-func-clamp-value {limit}", why="it is a bound", fix="for example 7.0")
+        if self.glu_linear_offset and not self.gated_linear_unit:
+            yield ConfigError(
+                f"--glu-linear-offset {self.glu_linear_offset} without a gated MLP",
+                why="it is added to the half that is not activated",
+                fix="--quick-geglu or --swiglu",
+            )
         heads, groups, tp = self.num_attention_heads, self.num_query_groups or 1, self.tensor_model_parallel_size
         rows = (heads * (1 + self.attention_output_gate) + 2 * groups) * (self.kv_channels or 0)
         if groups < 1 or heads % groups:

@@ -55,6 +55,28 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _MOE = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+}
+# Latent attention whose sizes all differ, one dense layer, experts of which two are shared.
+_DEEPSEEK = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"} | {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-6,
+}
 # Case -> (class of config, class of model, its settings). Sizes are such that a mistaken order or size shows: six heads
 # in two groups, a head size that is not hidden / heads, a window shorter than the text.
 CASES = {
@@ -111,6 +133,17 @@ CASES = {
         "Qwen2MoeForCausalLM",
         _LLAMA | _MOE | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK
+        | {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": _YARN, "moe_intermediate_size": 24},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
@@ -127,6 +160,9 @@ def build(name: str, **more: object) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in built.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     return built
 
 
@@ -449,7 +485,6 @@ def test_a_torn_file_is_an_error_that_names_it(tmp_path):
     [
         ({"model_type": "mixtral"}, "experts"),
         ({"model_type": "qwen3_moe"}, "experts"),
-        ({"model_type": "deepseek_v3"}, "latent attention"),
         ({"model_type": "gemma"}, r"sqrt\(hidden\)"),
         ({"model_type": "t5"}, "T5"),
         ({"model_type": "nobody_knows"}, "known are gpt2, llama, mistral, qwen2, qwen3"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lite.models.gpt import hf_deepseek
 from megatron_lite.models.gpt.hf_family import Family, Setting
 from megatron_lite.models.gpt.hf_llama import (
     LLAMA_FLAGS,
@@ -33,6 +34,8 @@ from megatron_lite.models.gpt.hf_moe import (
     write_qwen3_moe,
 )
 from megatron_lite.models.gpt.hf_names import (
+    DEEPSEEK_V2_ROWS,
+    DEEPSEEK_V3_ROWS,
     GPT2_ROWS,
     LLAMA_ROWS,
     MIXTRAL_ROWS,
@@ -196,17 +199,31 @@ FAMILIES = {
             requires={**MOE_REQUIRES, "qk_layernorm": True, "add_qkv_bias": False},
             demands={"attention_bias": (False,)},
         ),
+        *(
+            _llama_like(
+                f"deepseek_{name}",
+                f"Deepseek{name.upper()}ForCausalLM",
+                "",
+                read,
+                write,
+                rows=rows,
+                requires=hf_deepseek.REQUIRES,
+                demands=hf_deepseek.DEMANDS,
+            )
+            for name, read, write, rows in (
+                ("v2", hf_deepseek.read_v2, hf_deepseek.write_v2, DEEPSEEK_V2_ROWS),
+                ("v3", hf_deepseek.read_v3, hf_deepseek.write_v3, DEEPSEEK_V3_ROWS),
+            )
+        ),
     )
 }
 
 _EXPERTS = "layers of experts are not converted yet"
-_LATENT = "multi-head latent attention and layers of experts are not converted yet"
 _GEMMA = "it multiplies embeddings by sqrt(hidden) and gates with GELU"
 _LATER = "it multiplies embeddings by sqrt(hidden), gates with GELU and has four norms a layer"
 # Families that people will ask for -> what is missing.
 MISSING = {
     **dict.fromkeys(("phimoe", "olmoe", "gpt_oss", "dbrx"), _EXPERTS),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
     "gemma": _GEMMA,
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), _LATER),
     **dict.fromkeys(("mt5", "umt5"), "T5 and T5 1.1 are converted, its multilingual kin is not yet"),

@@ -122,6 +122,8 @@ _NEUTRAL: dict[str, Any] = {
     "geglu": False,
     "relu": False,
     "softmax_scale": None,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
     "num_experts": None,
     "multi_latent_attention": False,
     "mtp_num_layers": (None, 0),

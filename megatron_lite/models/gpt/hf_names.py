@@ -46,6 +46,11 @@ class Sizes:
     with_experts: tuple[bool, ...] = ()  # by layer
     behind: int = 0  # layers of a decoder behind an encoder
     buckets: int = 0  # of relative positions
+    q_rank: int = 0  # of latent attention: ranks, then channels of a head
+    kv_rank: int = 0
+    unrotated: int = 0
+    rotated: int = 0
+    value: int = 0
 
     @classmethod
     def of(cls, args: Args, vocabulary: int) -> Sizes:
@@ -67,6 +72,11 @@ class Sizes:
             with_experts=tuple(moe_layers(args["num_layers"], args.get("num_experts"), args.get("moe_layer_freq", 1))),
             behind=args.get("decoder_num_layers") or 0,
             buckets=args.get("relative_attention_num_buckets") or 0,
+            q_rank=args.get("q_lora_rank") or 0,
+            kv_rank=args.get("kv_lora_rank") or 0,
+            unrotated=args.get("qk_head_dim") or 0,
+            rotated=args.get("qk_pos_emb_head_dim") or 0,
+            value=args.get("v_head_dim") or 0,
         )
 
     def shape(self, words: str) -> tuple[int, ...]:
@@ -90,6 +100,12 @@ class Sizes:
             "2q": 2 * self.heads * self.head,
             "n": self.heads,
             "r": self.buckets,
+            "lq": self.q_rank,
+            "lkv": self.kv_rank,
+            "lkv+r": self.kv_rank + self.rotated,
+            "nq": self.heads * (self.unrotated + self.rotated),
+            "nkv": self.heads * (self.unrotated + self.value),
+            "nv": self.heads * self.value,
         }
         return tuple(values[word] for word in words.split())
 
@@ -364,6 +380,53 @@ def _with(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return (*LLAMA_ROWS[:place], *rows, *LLAMA_ROWS[place:])
 
 
+def _compressed(args: Args) -> bool:
+    return args.get("q_lora_rank") is not None
+
+
+_A, _THEIR_A = _OURS + "self_attention.", _M + "self_attn."
+_LATENT = (
+    Row(_A + "linear_q_proj.weight", Same, [_THEIR_A + "q_proj.weight"], "nq h", lambda args: not _compressed(args)),
+    Row(_A + "linear_q_down_proj.weight", Same, [_THEIR_A + "q_a_proj.weight"], "lq h", _compressed),
+    Row(_A + "q_layernorm.weight", Same, [_THEIR_A + "q_a_layernorm.weight"], "lq", _compressed),
+    Row(_A + "linear_q_up_proj.weight", Same, [_THEIR_A + "q_b_proj.weight"], "nq lq", _compressed),
+    Row(_A + "linear_kv_down_proj.weight", Same, [_THEIR_A + "kv_a_proj_with_mqa.weight"], "lkv+r h"),
+    Row(_A + "kv_layernorm.weight", Same, [_THEIR_A + "kv_a_layernorm.weight"], "lkv"),
+    Row(_A + "linear_kv_up_proj.weight", Same, [_THEIR_A + "kv_b_proj.weight"], "nkv lkv"),
+    Row(_A + "linear_proj.weight", Same, [_THEIR_A + "o_proj.weight"], "h nv"),
+)
+
+
+def _deepseek(*router: Row) -> tuple[Row, ...]:
+    """Latent attention, dense layers and layers with experts, of which some are shared."""
+    shared = _M + "mlp.shared_experts."
+    experts = (
+        *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        *router,
+        Row(
+            _OURS + "mlp.shared_experts.linear_fc1.weight",
+            Stacked,
+            [f"{shared}{x}_proj.weight" for x in ("gate", "up")],
+            "2fs h",
+            layers="experts",
+        ),
+        Row(
+            _OURS + "mlp.shared_experts.linear_fc2.weight",
+            Same,
+            [f"{shared}down_proj.weight"],
+            "h fs",
+            layers="experts",
+        ),
+    )
+    rows = [row for row in _with(experts) if ".self_attention." not in row.ours]
+    place = next(i for i, row in enumerate(rows) if "pre_mlp_layernorm" in row.ours)
+    return (*rows[:place], *_LATENT, *rows[place:])
+
+
+DEEPSEEK_V2_ROWS = _deepseek()
+DEEPSEEK_V3_ROWS = _deepseek(
+    Row(_OURS + "mlp.router.expert_bias", Same, [_M + "mlp.gate.e_score_correction_bias"], "e", layers="experts")
+)
 _SHARED = _M + "mlp.shared_expert"
 MIXTRAL_ROWS = _with(_experts("block_sparse_moe", "w1", "w3", "w2"))
 QWEN3_MOE_ROWS = _with(_experts("mlp", "gate_proj", "up_proj", "down_proj"))

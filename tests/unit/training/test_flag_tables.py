@@ -26,8 +26,6 @@ ROOT = Path(__file__).parents[3]
 
 # What is refused because it comes later: capability -> number of flags. The list only gets shorter.
 PENDING = {
-    "activation variants": 2,
-    "attention variants": 3,
     "diagnostics": 14,
     "expert overlap": 1,
     "fp8": 12,
@@ -42,7 +40,6 @@ PENDING = {
     "tensor dumps": 4,
     "text server": 13,
     "training variants": 2,
-    "yarn": 1,
 }
 
 

@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_lite.errors import ConfigError
+from megatron_lite.fusions.bias_activation import quick_gelu
 from megatron_lite.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
-from megatron_lite.transformer import InferenceContext, MLATransformerConfig, TransformerConfig
+from megatron_lite.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron_lite.transformer import MLP, InferenceContext, MLATransformerConfig, MLPSubmodules, TransformerConfig
 
 COMMON = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 SIZES = {"kv_lora_rank": 12, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "add_bias_linear": False}
@@ -162,3 +165,41 @@ def test_scores_of_long_contexts_are_finite_in_half_precision():
     layer = dense({"qk_l2_norm": True}, qk_l2_norm=True).decoder.layers[0].self_attention
     out = layer.q_layernorm(torch.full((1, 8), 300.0, dtype=torch.float16))
     assert out.dtype is torch.float16 and math.isclose(out[0, 0].item(), 1.0, rel_tol=1e-3)
+
+
+# -- GPT-OSS --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_a_bounded_gate_is_gpt_oss_formula(scale):
+    """The gate is bounded from above alone, the other half on both sides and shifted by 1."""
+    config = TransformerConfig(
+        **COMMON,
+        ffn_hidden_size=8,
+        gated_linear_unit=True,
+        activation_func=quick_gelu,
+        activation_func_clamp_value=1.5,
+        glu_linear_offset=1.0,
+    )
+    mlp = MLP(config, MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
+    x = torch.tensor([[-9.0, 9.0, 1.0, -1.0, 9.0, -9.0, 0.5, 0.2]]).requires_grad_()
+    gate, up = x[:, :4].clamp(max=1.5), x[:, 4:].clamp(-1.5, 1.5)
+    want = (up + 1.0) * gate * torch.sigmoid(1.702 * gate) * (scale or 1.0)
+    got = mlp.activate(x, None if scale is None else torch.tensor([scale]))
+    torch.testing.assert_close(got, want)
+    for wrong in ({"activation_func_clamp_value": 0.0}, {"glu_linear_offset": 1.0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "-")):
+            TransformerConfig(**COMMON, **wrong)
+
+
+def test_the_recipe_of_gpt_oss_sets_what_is_not_typed():
+    words = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
+        "--micro-batch-size 1 --lr 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 7 --train-iters 1 "
+    )
+    args = validate_args(parse_args(f"{words} --enable-gpt-oss --window-size 3,0".split()), 1)
+    config = core_transformer_config_from_args(args)
+    assert (config.window_size, config.window_attn_skip_freq, config.softmax_type) == ((3, 0), 2, "learnable")
+    assert (config.yarn_rotary_scaling_factor, config.glu_linear_offset) == (32.0, 1.0)
+    assert config.activation_func is quick_gelu and config.gated_linear_unit and not args.swiglu
+    assert not config.yarn_correction_range_round_to_int and config.activation_func_clamp_value == 7.0
