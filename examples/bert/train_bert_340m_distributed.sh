@@ -60,7 +60,7 @@ DATA_ARGS=(
     --data-path "$DATA_PATH"
     --vocab-file "$VOCAB_FILE"
     --tokenizer-type BertWordPieceLowerCase
-    --split 949,50,1
+    --split "949,50,1"
 )
 
 EVAL_AND_LOGGING_ARGS=(

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.cli import dry_run, verify
+from megatron_lite.training.arguments import parse_args, validate_args
+from megatron_lite.training.record import args_defaults_of, load_script
 from tests.e2e.launch import ROOT, environment
 
 
@@ -24,15 +26,14 @@ class Example:
 
     words: what it is called with. vocabulary: size of the tokenizer that its files would make.
     parameters: of the whole model, as a formula or as published; None where nobody has said.
-    steps: of the small run.
+    twin: the YAML file of `configs/` that resolves to the same, given the paths.
     """
 
     path: str
     words: tuple[str, ...]
     vocabulary: int
     parameters: int | None = None
-    steps: int = 2
-    environment: tuple[tuple[str, str], ...] = ()
+    twin: str | None = None
 
     @property
     def name(self) -> str:
@@ -51,6 +52,20 @@ EXAMPLES = [
         vocabulary=50257,
         parameters=gpt(96, 12288, 51200, 2048),  # 174.6 billion; the paper counts 50,257 tokens
     ),
+    Example(
+        "mixtral/train_mixtral_8x7b_distributed.sh",
+        ("checkpoints", "tokenizer.model", "data"),
+        vocabulary=32000,
+        parameters=46_702_792_704,
+        twin="mixtral_8x7b.yaml",
+    ),
+    Example(
+        "bert/train_bert_340m_distributed.sh",
+        ("checkpoints", "tensorboard", "vocab.txt", "data"),
+        vocabulary=30522,
+        # 24 layers; the tables with two segments; pooler, both heads. Published: 340 million.
+        parameters=gpt(24, 1024, 30720, 512 + 2) + 2 * (1024**2 + 1024) + 2 * 1024 + 30720 + 2 * 1024 + 2,
+    ),
 ]
 
 
@@ -58,7 +73,7 @@ def started(example: Example) -> tuple[int, str, list[str]]:
     """Ranks, entry script and flags of what the example would start."""
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / example.path), *example.words],
-        env=environment(LAUNCHER="echo", **dict(example.environment)),
+        env=environment(LAUNCHER="echo"),
         capture_output=True,
         text=True,
         check=False,
@@ -104,12 +119,36 @@ def test_the_run_of_its_size_may_start(example: Example, capsys: pytest.CaptureF
         assert int(told[1].replace(",", "")) == example.parameters
 
 
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.twin], ids=lambda example: example.name)
+def test_its_twin_in_yaml_is_the_same_run(example: Example) -> None:
+    ranks, script, flags = started(example)
+    defaults = args_defaults_of(load_script(ROOT / script))
+    machine = [word for flag in _MACHINE if flag in flags for word in (flag, flags[flags.index(flag) + 1])]
+    one, other = (
+        vars(validate_args(parse_args(words, args_defaults=defaults), ranks))
+        for words in (flags, ["--config", str(ROOT / "configs" / str(example.twin)), *machine])
+    )
+    assert {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)} <= {"config", "typed"}
+
+
+# What belongs to a machine and not to a model: no file of configs/ has it.
+_MACHINE = (
+    "--tokenizer-model",
+    "--vocab-file",
+    "--merge-file",
+    "--data-path",
+    "--save",
+    "--load",
+    "--tensorboard-dir",
+)
+
+
 @pytest.mark.slow
 @each
 def test_it_trains_when_made_small(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
     """The same kind of layout on a few ranks of this machine, against one process."""
     _, script, flags = started(example)
-    status = verify.main(["--script", str(ROOT / script), "--steps", str(example.steps), *flags])
+    status = verify.main(["--script", str(ROOT / script), "--steps", "2", *flags])
     assert status == 0, capsys.readouterr().out
 
 
