@@ -32,7 +32,7 @@ LAUNCHER=${LAUNCHER:-torchrun}
     --retro-gpt-vocab-file "$VOCAB_FILE" \
     --retro-gpt-merge-file "$MERGE_FILE" \
     --retro-gpt-data-path "$DATA_PATH" \
-    --retro-gpt-split 98,2,0 \
+    --retro-gpt-split "98,2,0" \
     --retro-gpt-seed 1234 \
     --retro-gpt-seq-length 2048 \
     --retro-gpt-chunk-length 64 \
@@ -40,7 +40,7 @@ LAUNCHER=${LAUNCHER:-torchrun}
     --retro-gpt-train-samples 25600000 \
     --retro-gpt-eval-interval 2000 \
     --retro-gpt-eval-iters 50 \
-    --retro-index-str OPQ32_64,IVF65536_HNSW8,PQ32 \
+    --retro-index-str "OPQ32_64,IVF65536_HNSW8,PQ32" \
     --retro-index-ntrain 10000000 \
     --retro-query-ef-search 32 \
     --retro-query-nprobe 4096

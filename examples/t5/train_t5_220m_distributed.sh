@@ -71,7 +71,7 @@ DATA_ARGS=(
     --vocab-file "$VOCAB_FILE"
     --tokenizer-type BertWordPieceCase
     --vocab-extra-ids 100
-    --split 99982,9,9
+    --split "99982,9,9"
 )
 
 EVAL_AND_LOGGING_ARGS=(

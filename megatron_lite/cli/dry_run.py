@@ -31,10 +31,10 @@ def main(argv: Sequence[str]) -> None:
     script = load_script(own.script or CHECKOUT / FAMILIES["gpt"].script)
     args = parse_args(words, args_defaults=args_defaults_of(script))
     args.rank, args.world_size = 0, own.ranks
-    if own.vocabulary is not None:  # as many ids, without files; the last one ends documents
-        args.tokenizer_type, args.vocab_size = "NullTokenizer", own.vocabulary - 1
+    _stand_in(args, own.vocabulary)
     with contextlib.redirect_stdout(None):
         validate_args(args, own.ranks)
+        _stand_in(args, own.vocabulary)  # a Retro project names its own
         global_vars.build_tokenizer(args)
     with contextlib.redirect_stdout(None):
         sizes = stage_sizes(args, script.model_provider)
@@ -44,6 +44,12 @@ def main(argv: Sequence[str]) -> None:
         print(f"{row.stage:5}  {row.parameters:20,}  {as_size(row.memory.total):>16}  {row.holds}")
     print(f"the largest: {max(sizes, key=lambda row: row.memory.total).memory}, and activations")
     print(f"the model has {sum(row.unique for row in sizes):,} parameters (vocabulary of {args.padded_vocab_size:,})")
+
+
+def _stand_in(args: Namespace, vocabulary: int | None) -> None:
+    """A tokenizer with as many ids that needs no files; its last id ends documents."""
+    if vocabulary is not None:
+        args.tokenizer_type, args.vocab_size = "NullTokenizer", vocabulary - 1
 
 
 def _layout(args: Namespace) -> str:

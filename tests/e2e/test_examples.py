@@ -6,6 +6,8 @@ EXAMPLES.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -27,6 +29,7 @@ class Example:
     words: what it is called with. vocabulary: size of the tokenizer that its files would make.
     parameters: of the whole model, as a formula or as published; None where nobody has said.
     twin: the YAML file of `configs/` that resolves to the same, given the paths.
+    project: it reads a Retro project, whose settings are written for the test; the last word is its directory.
     """
 
     path: str
@@ -34,6 +37,7 @@ class Example:
     vocabulary: int
     parameters: int | None = None
     twin: str | None = None
+    project: bool = False
 
     @property
     def name(self) -> str:
@@ -66,13 +70,43 @@ EXAMPLES = [
         # 24 layers; the tables with two segments; pooler, both heads. Published: 340 million.
         parameters=gpt(24, 1024, 30720, 512 + 2) + 2 * (1024**2 + 1024) + 2 * 1024 + 30720 + 2 * 1024 + 2,
     ),
+    Example(
+        "t5/train_t5_220m_distributed.sh",
+        ("checkpoints", "tensorboard", "vocab.txt", "data"),
+        vocabulary=28996 + 100,
+    ),
+    Example("retro/train_retro_2b_distributed.sh", ("checkpoints", "tensorboard"), vocabulary=50257, project=True),
 ]
+
+RETRO_PROJECT = {
+    "retro_gpt_data_path": ["data"],
+    "retro_gpt_split": "98,2,0",
+    "retro_gpt_seed": 1234,
+    "retro_gpt_seq_length": 2048,
+    "retro_gpt_chunk_length": 64,
+    "retro_gpt_global_batch_size": 256,
+    "retro_gpt_train_samples": 25_600_000,
+    "retro_gpt_eval_interval": 2000,
+    "retro_gpt_eval_iters": 50,
+    "retro_gpt_tokenizer_type": "GPT2BPETokenizer",
+    "retro_gpt_vocab_file": "vocab.json",
+    "retro_gpt_merge_file": "merges.txt",
+    "retro_neighbor_dirs": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `retro-project` is a project's directory."""
+    monkeypatch.setenv("PROJECT_OF_TEST", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(RETRO_PROJECT))
 
 
 def started(example: Example) -> tuple[int, str, list[str]]:
     """Ranks, entry script and flags of what the example would start."""
+    words = [*example.words, *([os.environ["PROJECT_OF_TEST"]] if example.project else [])]
     done = subprocess.run(
-        ["bash", str(ROOT / "examples" / example.path), *example.words],
+        ["bash", str(ROOT / "examples" / example.path), *words],
         env=environment(LAUNCHER="echo"),
         capture_output=True,
         text=True,
@@ -144,7 +178,7 @@ _MACHINE = (
 
 
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if not e.project], ids=lambda example: example.name)
 def test_it_trains_when_made_small(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
     """The same kind of layout on a few ranks of this machine, against one process."""
     _, script, flags = started(example)

@@ -130,6 +130,20 @@ def test_the_layout_is_verified_as_shown(runs):
     assert "pipeline" in done.stdout or "pp 2" in done.stdout
 
 
+def test_a_run_of_128_ranks_is_checked_as_shown(runs):
+    out = run(starting("megatron-lite dry-run"), runs).stdout
+    assert "128 ranks = tp 8 x cp 1 x dp 1 x pp 16" in out and "174,615,846,912 parameters" in out
+
+
+@pytest.mark.parametrize("model", ["bert", "t5", "retro"])
+def test_other_models_train_by_the_same_verb(model):
+    """Their quickstarts are tried, short, where quickstarts are."""
+    line = next(line for line in commands() if f"MODEL={model}" in line)
+    printed = make("-n", *line.split()[1:]).stdout
+    assert printed.split()[-2:] == ["--model", model]
+    assert (ROOT / f"configs/{model}_small.yaml").exists()
+
+
 @pytest.mark.parametrize(
     "target, words",
     [
@@ -150,9 +164,9 @@ def test_targets_of_make_do_what_the_readme_says(target, words):
 def test_no_command_of_the_readme_is_left_out():
     tried = ("make ", "megatron-lite ", "torchrun ", "tensorboard ")
     assert all(line.startswith(tried) for line in commands()), "a new kind of command needs a test here"
-    assert sum(line.startswith("make ") for line in commands()) == 6
+    assert sum(line.startswith("make ") for line in commands()) == 9
     assert sorted(line.split()[1] for line in commands() if line.startswith("megatron-lite ")) == sorted(
-        ["generate", "report", "corpus", "train-tokenizer", "preprocess", "verify"]
+        ["generate", "report", "corpus", "train-tokenizer", "preprocess", "verify", "dry-run"]
     )
 
 
