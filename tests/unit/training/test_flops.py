@@ -25,6 +25,7 @@ PLAIN = {
     "attention_output_gate": False,
     "mtp_num_layers": None,
     "moe_latent_size": None,
+    "geglu": False,
 }
 ROWS = [
     # layers, hidden, ffn, heads, groups, sequence, vocabulary, swiglu, batch, operations
@@ -51,7 +52,6 @@ def test_operations_equal_the_published_values(row):
         padded_vocab_size=vocabulary,
         swiglu=swiglu,
         quick_geglu=False,
-        geglu=False,
         num_experts=None,
         moe_layer_freq=1,
         **PLAIN,
@@ -106,9 +106,7 @@ def test_operations_equal_the_published_values(row):
 def test_operations_of_experts_equal_the_published_values(model, batch, operations):
     """Counting all experts, not the chosen ones, would inflate them fourfold."""
     model = {**PLAIN, **model}
-    args = Namespace(
-        **model, moe_router_topk=2, group_query_attention=True, swiglu=True, quick_geglu=False, geglu=False
-    )
+    args = Namespace(**model, moe_router_topk=2, group_query_attention=True, swiglu=True, quick_geglu=False)
     assert num_floating_point_operations(args, batch) == operations
 
 
@@ -238,6 +236,7 @@ def test_operations_of_latent_attention_and_further_tokens_are_those_that_torch_
     given = {**PLAIN, "num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 320, "num_attention_heads": 4, **sizes}
     latent = {"kv_lora_rank": 32, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8, "v_head_dim": 20}
     batch, length, vocabulary = 2, 32, 512
+    del given["geglu"]  # of the arguments alone
     kind = TransformerConfig
     if given["multi_latent_attention"]:
         kind, given = MLATransformerConfig, given | latent
@@ -252,14 +251,13 @@ def test_operations_of_latent_attention_and_further_tokens_are_those_that_torch_
     head = 24 + 8 + 20 if given["multi_latent_attention"] else 2 * 64
     hidden_half = batch * depth * 4 * length**2 * head  # of the scores, and of their products with values
     args = Namespace(
-        **given,
+        **PLAIN | given,
         group_query_attention=False,
         kv_channels=64,
         seq_length=length,
         padded_vocab_size=vocabulary,
         swiglu=True,
         quick_geglu=False,
-        geglu=False,
         num_experts=None,
         moe_layer_freq=1,
     )
