@@ -239,6 +239,8 @@ def destination_of(flag: str) -> str:
 
 
 _OFF = (
+    "--no-ckpt-fully-parallel-save",
+    "--no-ckpt-load-validate-sharding-integrity",
     "--no-data-sharding",
     "--no-log-loss-scale-to-tensorboard",
     "--no-manual-gc-eval",
@@ -249,6 +251,8 @@ _OFF = (
     "--no-tp-comm-bulk-dgrad",
     "--no-tp-comm-bulk-wgrad",
     "--no-yarn-correction-range-round-to-int",
+    "--no-save-tokenizer-assets",
+    "--no-use-tokenizer-model-from-checkpoint-args",
 )
 
 

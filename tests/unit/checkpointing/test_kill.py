@@ -142,7 +142,9 @@ def test_saves_killed_at_random_moments_always_go_on_from_a_complete_checkpoint(
     start = time.monotonic()
     _save(tmp_path, 0, size=size)
     span = 4 * (time.monotonic() - start)  # a busy machine saves slowly, and some saves must end before the kill
-    for _ in range(KILLS):
+    kills = 0
+    while kills < KILLS or (last == 0 and kills < 10 * KILLS):
+        kills, span = kills + 1, span * (1.5 if kills >= KILLS else 1.0)  # more time where no save has ended yet
         ours, theirs = _FORK.Pipe()
         process = _FORK.Process(target=_save_for_ever, args=(tmp_path, last + 1, theirs, size, beside), daemon=True)
         process.start()

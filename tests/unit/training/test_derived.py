@@ -28,6 +28,7 @@ VALUE = {
     "--save-retain-interval": "3",
     "--validation-set-names": "x",
     "--mrope-section": "1 1 0",
+    "--dist-ckpt-strictness": "log_all",
     "--qk-pos-emb-head-dim": "2",
     "--rope-type": "rope",
     "--muon-scale-mode": "unit_rms_norm",
@@ -43,6 +44,7 @@ VALUE = {
     "--moe-token-dispatcher-type": "alltoall",
     "--moe-token-drop-policy": "position",
 }
+_ROLLING = "--save x --save-interval 3 --non-persistent-ckpt-type TYPE --non-persistent-save-interval 1"
 # How each row is switched on, and what it needs beside.
 ON = {
     "--num-query-groups": "--group-query-attention",
@@ -73,6 +75,12 @@ ON = {
     "--validation-set-names": "--multiple-validation-sets --full-validation",
     "--manual-gc-interval": "--manual-gc",
     "--save-interval": "--save x --save-interval 3",
+    "--non-persistent-save-interval": "--save x --save-interval 3 --non-persistent-ckpt-type global",
+    "--non-persistent-global-ckpt-dir": _ROLLING.replace("TYPE", "global"),
+    "--non-persistent-local-ckpt-dir": _ROLLING.replace("TYPE", "local"),
+    "--ckpt-convert-save": "--ckpt-convert-format torch_dist --load x",
+    "--use-mp-args-from-checkpoint-args": "--use-checkpoint-args --load x",
+    "--use-persistent-ckpt-worker": "--async-save --save x --save-interval 3",
     "--no-load-optim": "--load x",
     "--tensorboard-log-interval": "--tensorboard-dir x",
     "--wandb-exp-name": "--wandb-project x --wandb-exp-name x",
@@ -91,6 +99,7 @@ OFF = {
     "--adam-beta1": "--optimizer sgd",
     "--reset-position-ids": "--position-embedding-type rope",
     "--exit-signal-handler-for-dataloader": "--num-workers 0",
+    "--non-persistent-save-interval": "--non-persistent-ckpt-type global",
 }
 FLAG = {
     spelling: flag for config in CONFIGS for flag in flags_of(config) for spelling in (*flag.spellings, *flag.negations)
@@ -105,6 +114,8 @@ def told(capsys, flag, more):
     if flag == "--lr-wsd-decay-samples":
         more = more.replace("--lr-wsd-decay-iters 2", "") + " --train-samples 9"
         words = words.replace("1", "2")
+    if flag == "--load-main-params-from-ckpt":
+        more += " --no-load-optim"
     shape = SHAPE.replace("--train-iters 9", "") if "--train-samples" in more else SHAPE
     shape = shape.replace("--mock-data", "") if "--data-path" in more else shape
     capsys.readouterr()
