@@ -71,7 +71,7 @@ def _retrieval(args: Namespace, tokens: int, query: int) -> int:
     h, m, k = args.hidden_size, args.retro_chunk_length, args.retro_num_neighbors
     r = args.retro_num_retrieved_chunks * m
     retrieved = tokens // m * k * r
-    mlp = (3 if args.swiglu or args.quick_geglu else 2) * h * args.ffn_hidden_size
+    mlp = (3 if is_gated(args) else 2) * h * args.ffn_hidden_size
     layer = retrieved * (4 * h * query + mlp + 2 * r * query)  # a neighbour looks at all of itself
     to_chunk = retrieved * (2 * h * query + 2 * m * query) + tokens * 2 * h * query
     to_neighbors = tokens * (2 * h * query + 2 * k * r * query) + retrieved * 2 * h * query

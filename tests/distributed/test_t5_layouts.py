@@ -182,8 +182,8 @@ def test_a_resume_is_bit_for_bit_the_run_that_never_stopped(world, tmp_path: Pat
     """With dropout: weights, moments, random numbers and the place in the data all come back."""
     layout = Layout(model="t5", pp=2, split=IN_ENCODER)
     dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-    whole = world(2).run(_train, layout, dropout, 4)
+    whole = world(2).run(_train, layout, dropout, 5)
     saved = (*dropout, "--save", str(tmp_path), "--save-interval", "100")
     world(2).run(_train, layout, (*saved, "--exit-interval", "2"), 2)
-    rest = world(2).run(_train, layout, (*dropout, "--load", str(tmp_path)), 2)
+    rest = world(2).run(_train, layout, (*dropout, "--load", str(tmp_path)), 3)
     assert whole[-1][2:] == rest[-1] and whole[-1][0] != whole[-1][1]

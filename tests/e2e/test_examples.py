@@ -49,6 +49,13 @@ def gpt(layers: int, hidden: int, vocabulary: int, positions: int) -> int:
     return layers * (12 * hidden**2 + 13 * hidden) + (vocabulary + positions + 2) * hidden
 
 
+def t5(layers: int, hidden: int, vocabulary: int, positions: int) -> int:
+    """Parameters of as many encoder as decoder layers with a tied table and the bias of its output layer."""
+    decoder = 16 * hidden**2 + 19 * hidden  # cross attention and its norm are 4h^2 + 6h
+    both = layers * (12 * hidden**2 + 13 * hidden + decoder)
+    return both + (vocabulary + positions + 4) * hidden + vocabulary
+
+
 EXAMPLES = [
     Example(
         "gpt3/train_gpt3_175b_distributed.sh",
@@ -73,7 +80,8 @@ EXAMPLES = [
     Example(
         "t5/train_t5_220m_distributed.sh",
         ("checkpoints", "tensorboard", "vocab.txt", "data"),
-        vocabulary=28996 + 100,
+        vocabulary=28998,  # BERT's cased one, a beginning and an end; the flags add 100 sentinels
+        parameters=t5(12, 768, 29184, 512),  # 221 million
     ),
     Example("retro/train_retro_2b_distributed.sh", ("checkpoints", "tensorboard"), vocabulary=50257, project=True),
 ]
