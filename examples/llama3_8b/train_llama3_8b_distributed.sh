@@ -59,7 +59,7 @@ DATA_ARGS=(
     --tokenizer-type HuggingFaceTokenizer
     --tokenizer-model "$TOKENIZER_MODEL"
     --data-path "$DATA_PATH"
-    --split 99990,8,2
+    --split "99990,8,2"
 )
 
 TRAINING_ARGS=(

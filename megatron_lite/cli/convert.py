@@ -69,6 +69,8 @@ def import_model(source: Path, root: Path, tokenizer: Path | None, dtype: torch.
     rows = config.get("vocab_size")
     if not isinstance(rows, int):
         raise ConfigError(f"{source / CONFIG} has vocab_size = {rows!r}", fix="the number of rows of the embedding")
+    if family.ends is None:
+        family.to_flags(config)  # what cannot be is said before gigabytes are looked for
     theirs = HuggingFaceFolder(source)
     found = theirs.tensors
     if family.ends is not None:

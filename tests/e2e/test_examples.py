@@ -71,6 +71,20 @@ EXAMPLES = [
         twin="mixtral_8x7b.yaml",
     ),
     Example(
+        "llama3_8b/train_llama3_8b_distributed.sh",
+        ("checkpoints", "tokenizer", "data"),
+        vocabulary=128256,
+        parameters=8_030_261_248,
+        twin="llama3_8b.yaml",
+    ),
+    Example(
+        "deepseek_v2_lite/train_deepseek_v2_lite_distributed.sh",
+        ("checkpoints", "tokenizer", "data"),
+        vocabulary=102400,
+        parameters=15_706_484_224,
+        twin="deepseek_v2_lite.yaml",
+    ),
+    Example(
         "bert/train_bert_340m_distributed.sh",
         ("checkpoints", "tensorboard", "vocab.txt", "data"),
         vocabulary=30522,

@@ -483,8 +483,8 @@ def test_a_torn_file_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     "config, words",
     [
+        ({"model_type": "qwen3_moe"}, "experts"),
         ({"model_type": "gemma"}, r"sqrt\(hidden\)"),
-        ({"model_type": "t5"}, "T5"),
         ({"model_type": "nobody_knows"}, "known are gpt2, llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act = silu|'silu'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "default, linear, llama3 and yarn"),
