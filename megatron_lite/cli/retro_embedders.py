@@ -169,8 +169,9 @@ class BertEmbedder(_Batched):
                 why="texts are embedded by a BERT",
                 fix="what --save was of a run of pretrain_bert.py",
             )
-        self._model: Any = loaded.model
-        self._model.return_embeddings = True
+        model: Any = loaded.model
+        model.return_embeddings = True
+        self._model = model
         self._tokenizer, self._device = loaded.tokenizer, loaded.args.device
         self._has_segments = loaded.args.bert_binary_head
         self.dim = loaded.args.hidden_size
