@@ -329,7 +329,9 @@ def _tensorboard(args: Namespace) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # a second of imports, only for those who want it
 
     say(f"> setting tensorboard ... ({args.tensorboard_dir})")
-    writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+    # A run that was killed after its last save wrote steps that are now done again: they are no longer shown.
+    again = args.iteration + 1 if args.iteration else None
+    writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size, purge_step=again)
     for name, value in sorted(vars(args).items()):
         writer.add_text(name, str(value), global_step=args.iteration)
     return writer

@@ -21,13 +21,22 @@ FLAGS = [
 ]
 
 
-def test_C040_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
+def tensorboard_steps(folder, tag):
+    """The steps of a scalar as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return [event.step for event in events.Scalars(tag)]
+
+
+def test_C040_C137_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
     """Any state that a checkpoint forgets (dropout's generator, the sample position, the schedule's clock, moments)
     shows as another loss in the last digit."""
     whole = run(*FLAGS, "--save", tmp_path / "whole", "--save-interval", 20).ok()
 
     save = tmp_path / "parts"
-    parts = [*FLAGS, "--save", save, "--load", save]
+    parts = [*FLAGS, "--save", save, "--load", save, "--tensorboard-dir", tmp_path / "tb"]
     killed = subprocess.Popen(
         command(*parts, "--save-interval", 7), stdout=subprocess.PIPE, text=True, cwd=os.getcwd(), env=environment()
     )
@@ -53,6 +62,9 @@ def test_C040_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
     }
     assert list(second.values("iteration"))[0] == 8 and list(third.values("iteration"))[0] == 15
     assert seen == expected
+    steps = tensorboard_steps(tmp_path / "tb", "lm loss")  # C137: steps go on, and none is there twice
+    assert steps == sorted(set(steps)) and set(range(8, 21)) <= set(steps)
+
     losses = whole.values("lm loss")
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.1, "a dead model would pass the rest"
 

@@ -41,7 +41,9 @@ WHOLE = 4 * (12 * 64**2 + 13 * 64) + (256 + 32 + 2) * 64
         (64, "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --use-distributed-optimizer"),
     ],
 )
-def test_the_model_is_as_large_under_every_layout(ranks: int, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_C135_the_model_is_as_large_under_every_layout(
+    ranks: int, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = told(capsys, ranks, f"{layout} --make-vocab-size-divisible-by 16")
     assert parameters(text) == WHOLE
     assert not dist.is_initialized()

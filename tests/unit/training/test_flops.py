@@ -36,6 +36,32 @@ ROWS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("groups", "ffn", "swiglu", "weights"),
+    [(2, 128, True, 138_412_032), (4, 256, False, 188_743_680 - 12_582_912)],
+    ids=["C133", "C134"],
+)
+def test_reported_cases_count_the_causal_half_of_attention(groups, ffn, swiglu, weights):
+    """Products of the weights as in the reports, the logits among them, and half of attention's 12,582,912."""
+    args = Namespace(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=ffn,
+        num_attention_heads=4,
+        group_query_attention=groups != 4,
+        num_query_groups=groups,
+        kv_channels=16,
+        seq_length=32,
+        padded_vocab_size=256,
+        swiglu=swiglu,
+        quick_geglu=False,
+        num_experts=None,
+        moe_layer_freq=1,
+        **PLAIN,
+    )
+    assert num_floating_point_operations(args, 8) == weights + 12_582_912 // 2
+
+
 @pytest.mark.parametrize("row", ROWS, ids=["tiny", "gpt2-345m", "gpt3-175b", "llama3-8b"])
 def test_operations_equal_the_published_values(row):
     """Counting recomputation, or full instead of half attention, would inflate every throughput figure."""
