@@ -27,13 +27,14 @@ from torch import Tensor, nn
 
 from megatron_lite import collectives
 from megatron_lite.checkpointing import folders
-from megatron_lite.checkpointing.checkpoint import on_rank_0, read_args, read_tensors, together
+from megatron_lite.checkpointing.checkpoint import HowToRead, on_rank_0, read_args, read_tensors, together
 from megatron_lite.errors import CheckpointError
 from megatron_lite.log import print_rank_0
 from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.sharding import Piece, ShardSpec
 from megatron_lite.training.checkpoint_args import check_args, has_vocabulary_of
 from megatron_lite.training.checkpointing import find_checkpoint, model_tensors, save_checkpoint
+from megatron_lite.training.derived import is_gated
 
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
 _LAST = "linear_fc2.bias"
@@ -68,7 +69,7 @@ def upcycle(args: Namespace, model: Sequence[nn.Module], optimizer: MegatronOpti
     granularity = args.moe_upcycling_granularity
     first = min((int(match[2]) for match, _, _ in experts), default=0)
     rounds = min(granularity, args.num_experts // args.expert_model_parallel_size)
-    gated = args.swiglu or args.quick_geglu
+    gated = is_gated(args)
     filled: dict[str, Tensor] = {}  # by dense name and part: experts with the same part are copies
     for number in range(rounds):
         wanted: dict[str, tuple[Tensor, ShardSpec]] = {} if number else dict(tensors)
@@ -82,7 +83,8 @@ def upcycle(args: Namespace, model: Sequence[nn.Module], optimizer: MegatronOpti
         def expected(name: str, every: bool = every) -> bool:
             return every and not name.startswith("optimizer.")
 
-        read_tensors(found.folder, wanted, group, expected=expected, padded=padded)
+        # A round reads a part of each dense layer: together they are no cover of it.
+        read_tensors(found.folder, wanted, group, expected=expected, padded=padded, how=HowToRead(check_cover=False))
     with torch.no_grad():
         for match, tensor, _ in experts:
             source = filled[f"{match[1]}.{match[3]}/{int(match[2]) % granularity}"]
@@ -171,7 +173,7 @@ def scales(args: Namespace) -> dict[str, float]:
         per_weight = args.num_experts / topk
     per_weight /= args.moe_router_topk_scaling_factor or 1.0
     total = granularity * per_weight
-    root = total ** (1 / 3 if args.swiglu or args.quick_geglu or args.squared_relu else 1 / 2)
+    root = total ** (1 / 3 if is_gated(args) or args.squared_relu else 1 / 2)
     return {
         "linear_fc1.weight": root,
         "linear_fc1.bias": root,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from megatron_lite.training.arguments import parse_args
 from megatron_lite.training.families import FAMILIES, defaults_of
@@ -27,7 +28,8 @@ from megatron_lite.training.record import RankRecord, Record, joined, record_ran
 ROOT = Path(__file__).parents[2]
 CORPUS = Path(__file__).parents[1] / "golden" / "data" / "corpus_a"  # small: made-up data take seconds to index
 SENTENCES = CORPUS.with_name("sentences")
-CACHE = Path(tempfile.gettempdir()) / f"megatron_lite_layouts_{os.getuid()}"
+# Of this checkout: a Retro project names its corpus.
+CACHE = Path(tempfile.gettempdir()) / f"megatron_lite_layouts_{os.getuid()}_{crc32(str(ROOT).encode()):08x}"
 STEPS = 5
 
 # Eight heads in four groups, 512 tokens of vocabulary: all divide by 4. Norms above the clipping bound, so that a wrong
