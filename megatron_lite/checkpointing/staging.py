@@ -121,9 +121,9 @@ class Staging:
             self._memory = mmap.mmap(self.fd, max(size, 1))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"no {size / 1e9:.2f} GB of memory for a copy of this rank's part of the checkpoint: {error}",
-                why="--async-save writes from a copy, so that training can go on",
-                fix="leave --async-save out",
+                f"no memory for a copy of this rank's part of the checkpoint, {size / 1e6:.1f} MB: {error}",
+                why="--async-save writes from a copy, which counts as a file for `ulimit -f`",
+                fix="leave --async-save out, or raise the limit",
             ) from error
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()

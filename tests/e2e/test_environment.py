@@ -130,7 +130,7 @@ def test_a_port_that_is_taken_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        done = run(*TINY, "--train-iters", 2, "--global-batch-size", 2, timeout=120, **place)
+        done = run(*TINY, "--train-iters", 2, timeout=120, **place)
     assert done.status == 2 and "Traceback" not in done.err, done.err
     assert f"MASTER_PORT={place['MASTER_PORT']}" in done.err and "taken" in done.err
 
@@ -145,7 +145,7 @@ def test_srun_starts_a_world_without_torchrun():
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
     }
-    words = command(*TINY, "--train-iters", 2, "--global-batch-size", 2)
+    words = command(*TINY, "--train-iters", 2)
     tasks = [
         subprocess.Popen(
             words,

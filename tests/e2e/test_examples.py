@@ -230,7 +230,7 @@ def test_a_job_of_slurm_may_start(name: str, tmp_path: Path, capsys: pytest.Capt
         (tmp_path / tool).chmod(0o755)
     path = f"{tmp_path}:{environment()['PATH']}"
     done = subprocess.run(
-        ["bash", str(ROOT / "examples" / "slurm" / name), "data", "tokenizer.model", "--train-iters", "10"],
+        ["bash", str(ROOT / "examples" / "slurm" / name), "data", "tokenizer.model", "--log-interval", "10"],
         env=environment(**JOB, PATH=path, LAUNCHER="echo", PYTHON="echo", RUN=str(tmp_path / "run")),
         capture_output=True,
         text=True,
@@ -240,7 +240,7 @@ def test_a_job_of_slurm_may_start(name: str, tmp_path: Path, capsys: pytest.Capt
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     flags = words[words.index("pretrain_gpt.py") + 1 :]
-    assert "--exit-signal-handler" in flags and flags[-2:] == ["--train-iters", "10"]
+    assert "--exit-signal-handler" in flags and flags[-2:] == ["--log-interval", "10"]
     if name == "train_gpt.sbatch":
         assert words[words.index("--rdzv_endpoint") + 1] == "node1:24711"
     flags = [word if not word.startswith("configs/") else str(ROOT / word) for word in flags]
