@@ -33,9 +33,9 @@ class Tolerance:
 
 
 # bf16 has 8 bits of mantissa, of which a rounding moves the last: 0.4 %; fp16 has 11. A tensor's worst element shows
-# the sum of several such roundings, a loss or a norm their mean (BERT's that of a few masked words). Where rounding turns
-# a small gradient's sign, Adam moves a weight the other way: the learning rates of the steps, twice, against the largest
-# weight.
+# the sum of several such roundings, a loss or a norm their mean (BERT's that of a few masked words). Where rounding
+# turns a small gradient's sign, Adam moves a weight the other way: the learning rates of the steps, twice, against the
+# largest weight.
 TOLERANCE = {
     "fp32": Tolerance(1e-5, 1e-5, 1e-5, 1e-5),
     "bf16": Tolerance(losses=1e-3, gradients=1e-1, gradient_norm=1e-2, weights=6e-2),
