@@ -1,7 +1,7 @@
 """How fast Retro's preprocessing is, stage by stage, and how much memory it takes; and how fast the model trains.
 
 python benchmarks/retro.py --megabytes 100 --workers 2
-python benchmarks/retro.py --megabytes 1000 --workers 2 --index OPQ32_64,IVF4096,PQ32 --no-training
+python benchmarks/retro.py --megabytes 1000 --workers 2 --samples 1000 --index PCAR64,IVF4096,PQ32 --no-training
 
 The corpus is made up: words of a Zipf distribution, a token each, about 5.5 bytes of text a token. Seconds are those of
 the clock and of all processes' processor time. Memory is what all processes together held of their own at the worst
@@ -93,7 +93,7 @@ def preprocessing(args: argparse.Namespace) -> Path:
         --retro-gpt-eval-interval 1000000 --retro-gpt-eval-iters 1 --retro-doc-block-size 5000
         --retro-block-size 20000 --workers {args.workers}""".split()
     if args.index:
-        words += ["--retro-index-str", args.index, "--retro-index-train-load-fraction", "0.2"]
+        words += ["--retro-index-str", args.index, "--retro-index-train-load-fraction", "0.2", "--retro-query-nprobe", "64"]
     print(f"{args.megabytes:g} MB, {tokens} tokens, {args.samples} samples of 8 chunks, {args.workers} processes")
     print("| stage | s | processor s | MB/s of processor | chunks | MiB of their own | MiB mapped |")
     print("|---|---|---|---|---|---|---|")
