@@ -93,7 +93,14 @@ def preprocessing(args: argparse.Namespace) -> Path:
         --retro-gpt-eval-interval 1000000 --retro-gpt-eval-iters 1 --retro-doc-block-size 5000
         --retro-block-size 20000 --workers {args.workers}""".split()
     if args.index:
-        words += ["--retro-index-str", args.index, "--retro-index-train-load-fraction", "0.2", "--retro-query-nprobe", "64"]
+        words += [
+            "--retro-index-str",
+            args.index,
+            "--retro-index-train-load-fraction",
+            "0.2",
+            "--retro-query-nprobe",
+            "64",
+        ]
     print(f"{args.megabytes:g} MB, {tokens} tokens, {args.samples} samples of 8 chunks, {args.workers} processes")
     print("| stage | s | processor s | MB/s of processor | chunks | MiB of their own | MiB mapped |")
     print("|---|---|---|---|---|---|---|")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lite.config import flag
+from megatron_lite.training.faults_config import FaultsConfig
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
 
@@ -434,6 +435,7 @@ class BertConfig:
 RUN_CONFIGS = (
     ModelConfig,
     TrainingConfig,
+    FaultsConfig,
     RNGConfig,
     SchedulerConfig,
     DataConfig,

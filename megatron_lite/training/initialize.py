@@ -147,13 +147,20 @@ def _deterministic() -> None:
             why="cuBLAS is deterministic with :4096:8 or :16:8 only",
             fix="unset CUBLAS_WORKSPACE_CONFIG",
         )
-    algorithms = os.environ.get("NCCL_ALGO", "")
+    algorithms = os.environ.setdefault("NCCL_ALGO", "Ring")
     unordered = [word for word in algorithms.split(",") if word and word not in _ORDERED_ALGORITHMS]
     if unordered:
         raise ConfigError(
             f"--deterministic-mode with NCCL_ALGO={algorithms}",
             why=f"{', '.join(unordered)} may add in another order each time",
             fix="unset NCCL_ALGO, or NCCL_ALGO=Ring",
+        )
+    others = os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    if others != "0":
+        raise ConfigError(
+            f"--deterministic-mode with NVTE_ALLOW_NONDETERMINISTIC_ALGO={others}",
+            why="Transformer Engine would be free to choose kernels that add in another order each time",
+            fix="unset NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

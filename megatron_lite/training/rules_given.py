@@ -9,6 +9,7 @@ from typing import Any
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.families import family_of
 from megatron_lite.training.rule import Rule, both, count_given, exclusive, flag_of, missing, positive
+from megatron_lite.training.rules_faults import FAULTS
 
 
 def _without_package(a: Namespace) -> bool | dict[str, Any]:
@@ -23,6 +24,7 @@ def _without_package(a: Namespace) -> bool | dict[str, Any]:
 
 
 GIVEN: tuple[Rule, ...] = (
+    *FAULTS,
     # -- shape
     Rule(
         lambda a: (

@@ -55,6 +55,7 @@ from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import train_step
 from megatron_lite.training.training_log import TrainingLog, describe_run
 from megatron_lite.training.upcycling import upcycle
+from megatron_lite.training.weight_hash import check_weight_hashes
 
 
 def start(args: Namespace) -> None:
@@ -215,6 +216,8 @@ class Loop:
             gc.collect()
         if args.eval_before_training and args.iteration == 0:
             self._evaluate(self.valid_data, "iteration 0")
+        if args.check_weight_hash_across_dp_replicas_interval:
+            check_weight_hashes(self.model, args.iteration, self.pg_collection)
         print_datetime("before the start of training step")
         self.log.start_interval()
         try:
@@ -246,6 +249,9 @@ class Loop:
             self._skip(batch)
         else:
             self._step(iteration, batch)
+        hashes = args.check_weight_hash_across_dp_replicas_interval
+        if hashes and iteration % hashes == 0:
+            self._pause(lambda: check_weight_hashes(self.model, iteration, self.pg_collection))
         due = args.eval_interval and iteration % args.eval_interval == 0
         if due and iteration >= (args.start_eval_at_iter or 0) and self.valid_data:
             self._pause(lambda: self._evaluate(self.valid_data, f"iteration {iteration}"))

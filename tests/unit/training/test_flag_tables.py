@@ -36,7 +36,7 @@ PENDING = {
     "mup": 6,
     "other dtypes": 2,
     "planning": 1,
-    "rerun": 6,
+    "rerun": 5,
     "tensor dumps": 4,
     "text server": 13,
     "training variants": 2,

@@ -405,7 +405,7 @@ POSITIVE = (
     "eval-global-batch-size eval-micro-batch-size "
     "train-samples rotary-seq-len-interpolation-factor ckpt-step distributed-timeout-minutes ddp-bucket-size "
     "distributed-timeout-seconds-after-init num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
-    "microbatch-group-size-per-virtual-pipeline-stage "
+    "microbatch-group-size-per-virtual-pipeline-stage check-weight-hash-across-dp-replicas-interval "
     "pipeline-model-parallel-size context-parallel-size expert-model-parallel-size tensor-model-parallel-size"
 )
 MORE: list[tuple[str, str, list[str]]] = [
