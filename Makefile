@@ -6,6 +6,7 @@ VENV     ?= .venv
 PIP_ARGS ?=
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
+SITE      = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # What `make train` trains: MODEL names configs/$(MODEL)_small.yaml, TEXT is a file or folder of your own, RUN the folder
 # of the results, ITERS a shorter (or longer) run. Empty means the default.
@@ -15,7 +16,7 @@ ITERS ?=
 RUN   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-fast lint check bench clean
+.PHONY: help venv train test test-fast lint check docs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,15 +44,20 @@ test: $(STAMP)  ## the whole test suite
 test-fast: $(STAMP)  ## the tests that take no longer than a few seconds each
 	$(BIN)/python -m pytest -m "not slow"
 
-lint: $(STAMP)  ## formatting, ruff and mypy, changing nothing
+lint: $(STAMP)  ## formatting, ruff, mypy and the documentation's links, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(SITE) --quiet
 
 check: $(STAMP)  ## format and fix in place, then ruff and mypy: before each commit
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## the documentation as a site, in build/site; a warning is an error
+	$(SITE)
+	@echo "open build/site/index.html"
 
 bench: $(STAMP)  ## our training step beside Hugging Face's, and beside its own matrix products
 	$(BIN)/python benchmarks/step_time.py

@@ -135,7 +135,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize("mode", list(MODES))
-def test_any_layout_gives_the_layer_of_one_process(world, reference, dispatcher, mode):
+def test_c109_any_layout_gives_the_layer_of_one_process(world, reference, dispatcher, mode):
     """Outputs, input gradients and gradients of router, experts and shared experts, in all layouts of four ranks.
 
     C109: with expert gradients divided by the ranks that hold an expert (and not by all data-parallel ranks) every

@@ -150,6 +150,7 @@ def test_other_models_train_by_the_same_verb(model):
         ("test", "-m pytest"),
         ("test-fast", '-m pytest -m "not slow"'),
         ("lint", "ruff check ."),
+        ("docs", "mkdocs build --strict"),
         ("bench", "benchmarks/step_time.py"),
     ],
 )
@@ -164,7 +165,7 @@ def test_targets_of_make_do_what_the_readme_says(target, words):
 def test_no_command_of_the_readme_is_left_out():
     tried = ("make ", "megatron-lite ", "torchrun ", "tensorboard ")
     assert all(line.startswith(tried) for line in commands()), "a new kind of command needs a test here"
-    assert sum(line.startswith("make ") for line in commands()) == 9
+    assert sum(line.startswith("make ") for line in commands()) == 10
     assert sorted(line.split()[1] for line in commands() if line.startswith("megatron-lite ")) == sorted(
         ["generate", "report", "corpus", "train-tokenizer", "preprocess", "verify", "dry-run"]
     )

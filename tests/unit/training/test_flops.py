@@ -40,7 +40,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=["tiny", "gpt2-345m", "gpt3-175b", "llama3-8b", "C133", "C134"])
-def test_operations_equal_the_published_values(row):
+def test_c133_c134_operations_equal_the_published_values(row):
     """Counting recomputation, or full instead of half attention, would inflate every throughput figure."""
     layers, hidden, ffn, heads, groups, sequence, vocabulary, swiglu, batch, operations = row
     args = Namespace(
