@@ -35,6 +35,15 @@ class SignalWatch:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
+    def give_in(self) -> None:
+        """For a run that cannot go on nor save: act on a signal that was put off, as if it had never been caught.
+
+        A launcher that has lost a rank sends SIGTERM to the others, and starts anew when the last one is gone.
+        """
+        self.restore()
+        if self._seen:
+            signal.raise_signal(self._seen)
+
 
 def agree(value: int, device: torch.device) -> int:
     """The largest of all ranks' values: one small collective, so that ranks decide alike."""

@@ -27,6 +27,7 @@ from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA
 from megatron_lite.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_lite.training.launch import Launch, read_launch
+from megatron_lite.training.rendezvous import fresh, launchers_store
 
 # Algorithms of NCCL that always add in the same order.
 _ORDERED_ALGORITHMS = ("Ring", "CollnetDirect", "CollnetChain", "^NVLS")
@@ -126,8 +127,10 @@ def _init_process_group(args: Namespace, launch: Launch) -> None:
         return
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+    kept = launchers_store(timeout)
+    store = None if kept is None else fresh(kept, launch.rank, launch.world_size, timeout)
     try:
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

@@ -109,7 +109,7 @@ def _forward_backward(iteration: int) -> Callable[..., Reports]:
             if "iteration" in failure.what:
                 raise
             what = f"iteration {iteration}, {failure.what}"
-            raise RankFailure(what, why=failure.why, fix=failure.fix) from failure
+            raise type(failure)(what, why=failure.why, fix=failure.fix) from failure  # a witness stays one
 
     return run
 

@@ -21,7 +21,7 @@ from megatron_lite import collectives
 from megatron_lite.checkpointing import check_save_folder
 from megatron_lite.checkpointing.checkpoint import on_rank_0
 from megatron_lite.enums import ModelType
-from megatron_lite.errors import DataError
+from megatron_lite.errors import DataError, PeerLost
 from megatron_lite.log import print_rank_0, rank_and_world_size, say, warn_rank_0
 from megatron_lite.num_microbatches_calculator import (
     get_num_microbatches,
@@ -228,6 +228,10 @@ class Loop:
                     self._save(final=True)
                     print_datetime(reason)
                     return False
+        except PeerLost:
+            if self.exit_signal is not None:
+                self.exit_signal.give_in()
+            raise
         finally:
             if args.manual_gc:
                 gc.enable()

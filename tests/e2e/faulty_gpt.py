@@ -24,7 +24,9 @@ def add_flags(parser):
     faults = ("nan-loss", "nan-grad", "no-tokens", "uneven-masks", "raise", "raise-in-backward", "exit", "kill")
     group.add_argument("--fault", choices=faults, default=None)
     group.add_argument("--fault-call", type=int, default=None, help="forward pass of training, from 1; default: all")
+    group.add_argument("--fault-iteration", type=int, default=None, help="iteration, from 1; default: all")
     group.add_argument("--fault-rank", type=int, default=0)
+    group.add_argument("--fault-once", type=Path, default=None, help="a file that says that it has happened")
     group.add_argument("--started-minutes-ago", type=float, default=None, help="pretend it at the first batch")
     return parser
 
@@ -40,6 +42,10 @@ def forward_step(data_iterator, model):
     if losses.requires_grad:
         calls += 1
     here = args.fault_call in (None, calls) and dist.get_rank() == args.fault_rank and losses.requires_grad
+    here = here and args.fault_iteration in (None, args.iteration + 1)
+    if here and args.fault_once is not None:
+        here = not args.fault_once.exists()
+        args.fault_once.touch()
     if args.fault == "uneven-masks":  # also in evaluation: row r counts 1 + 7 r tokens
         for row in range(mask.shape[0]):
             mask[row, 1 + 7 * int(losses[row].detach().sum() * 1000) % 20 :] = 0
