@@ -29,21 +29,27 @@ def widened_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(t[begin : begin + step].float() for t in tensors)
 
 
-def _by_rows(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def _by_rows(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x w^T + bias of half-precision x in fp32 products; w and bias are fp32."""
     rows = x.reshape(-1, x.shape[-1])
-    y = torch.empty(rows.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
+    y = torch.empty(rows.shape[0], w.shape[0], dtype=out_dtype or x.dtype, device=x.device)
     step = max(256, _BLOCK_ELEMENTS // max(w.shape))
     for begin in range(0, rows.shape[0], step):
         y[begin : begin + step] = F.linear(rows[begin : begin + step].float(), w, bias)
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-def times_transposed(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x `[..., k]`, w `[n, k]`, bias `[n]` -> `[..., n]` in x's dtype."""
+def times_transposed(x: Tensor, w: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x `[..., k]`, w `[n, k]`, bias `[n]` -> `[..., n]` in `out_dtype` (None: x's).
+
+    An `out_dtype` wider than x's gets the sums as they are, not rounded to x's first.
+    """
     kernel = matmul_kernel(x.dtype, x.device.type)
-    if kernel == "widen":
-        return _by_rows(x, w.float(), None if bias is None else bias.float())
+    widens = out_dtype == torch.float32 and x.dtype != torch.float32
+    if kernel == "widen" or widens:
+        return _by_rows(x, w.float(), None if bias is None else bias.float(), out_dtype)
+    if out_dtype not in (None, x.dtype):
+        return times_transposed(x, w, bias).to(out_dtype)
     if kernel == "onednn":
         y = onednn_linear()(x, w)
         return y if bias is None else y.add_(bias)

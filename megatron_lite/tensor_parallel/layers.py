@@ -105,19 +105,20 @@ class _ParallelLinear(torch.autograd.Function):
     collective with the weight gradient, which may go straight into `main_grad`."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, reduce_grad, fuse_wgrad, store, overlap):
+    def forward(ctx, x, weight, bias, group, sequence_parallel, reduce_grad, fuse_wgrad, store, overlap, out_dtype):
         ctx.save_for_backward(x, weight)
         ctx.store, ctx.overlap = store, overlap
         ctx.group, ctx.sequence_parallel, ctx.reduce_grad = group, sequence_parallel, reduce_grad
         ctx.fuse_wgrad, ctx.has_bias = fuse_wgrad, bias is not None
-        if sequence_parallel and overlap.gather:
+        if sequence_parallel and overlap.gather and out_dtype is None:
             return product_in_turn(x, weight, bias, group)
         total = gathered_first(x, group, "column forward") if sequence_parallel else x
-        return times_transposed(total, weight, bias)
+        return times_transposed(total, weight, bias, out_dtype)
 
     @staticmethod
     def backward(ctx, g):
         x, weight = ctx.saved_tensors
+        g = g.to(x.dtype)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         overlap: Overlap = ctx.overlap
         total = x
@@ -152,7 +153,7 @@ class _ParallelLinear(torch.autograd.Function):
                 dw = transposed_times(rows, inputs)
         db = rows.sum(0) if ctx.has_bias and needs_bias else None
         handle.wait()
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -166,6 +167,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     overlap: Overlap = BULK,
     *,
     weight_grad_store: WeightGradStore | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """X W^T + b on this rank's W.
 
@@ -176,10 +178,11 @@ def linear_with_grad_accumulation_and_async_allreduce(
         sequence_parallel: gather the input along s; backward reduce-scatters its gradient.
         overlap: how far this hides behind the products.
         weight_grad_store: takes the weight gradient's product, to be computed later; with fusion only.
+        output_dtype: of the product; None: the input's.
     """
     group = default_group(tp_group)
     alone = collectives.group_size(group) == 1
-    if alone and not gradient_accumulation_fusion:
+    if alone and not gradient_accumulation_fusion and output_dtype is None:
         return linear(input, weight, bias)
     return _ParallelLinear.apply(
         input,
@@ -191,6 +194,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         gradient_accumulation_fusion,
         weight_grad_store,
         overlap,
+        output_dtype,
     )
 
 
@@ -255,6 +259,7 @@ class ColumnParallelLinear(nn.Module):
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.overlap = overlap_of(config)
         self.defers_weight_grads = False
+        self.output_dtype: torch.dtype | None = None  # of logits that are wider than the model, or narrower
 
         self.weight: nn.Parameter | None = None
         if not skip_weight_param_allocation:
@@ -286,6 +291,7 @@ class ColumnParallelLinear(nn.Module):
             weight_grad_store=(
                 self.config.embedding_grad_store if self.defers_weight_grads else self.config.weight_grad_store
             ),
+            output_dtype=self.output_dtype,
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)

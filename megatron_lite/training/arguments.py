@@ -252,7 +252,7 @@ def validate_args(args: argparse.Namespace, world_size: int | None = None) -> ar
     problems += rules.broken(rules.DERIVED, args)
     problems += rules.broken(rules.ENCODER_DECODER, args)
     problems += rules.problems_of_experts(args) + rules.problems_of_attention(args) + rules.problems_of_context(args)
-    problems += rules.problems_of_retro_run(args)
+    problems += rules.problems_of_numbers(args) + rules.problems_of_retro_run(args)
     if problems:
         raise command_line.joined(problems)
     for warning in warnings:

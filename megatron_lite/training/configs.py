@@ -122,6 +122,8 @@ class TrainingConfig:
         unit="iterations",
     )
 
+    freeze_all_layers: bool = flag(False, "Train nothing: losses are computed and told, and no weight moves.")
+
     # -- checks
     check_for_nan_in_loss_and_grad: bool = flag(
         True, "No checks of loss and gradients for NaN and Inf.", off="--no-check-for-nan-in-loss-and-grad"
@@ -140,6 +142,11 @@ class TrainingConfig:
 
     # -- gradients
     grad_reduce_in_bf16: bool = flag(False, "With --bf16, keep and reduce gradients in bf16.")
+
+    # -- numbers
+    disable_bf16_reduced_precision_matmul: bool = flag(
+        False, "On a GPU, sums of bf16 products are not rounded to bf16 in between."
+    )
 
 
 @dataclass(kw_only=True)

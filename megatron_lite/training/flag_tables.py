@@ -24,26 +24,19 @@ CAPABILITIES = {
     "fp8": ("FP8", "--bf16"),
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
     "launch": ("this way to stop", "--exit-signal-handler, --exit-interval or --exit-duration-in-mins"),
-    "mamba": ("state-space (Mamba) layers", "attention layers"),
-    "expert overlap": (
-        "a schedule that computes one micro-batch while the tokens of another travel",
-        "leave it out: --moe-shared-expert-overlap hides a part of the exchange",
-    ),
-    "moe": ("this option of experts", "leave it out"),
-    "mup": ("width-transfer parametrisation", "leave it out"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
-    "other dtypes": ("this choice of number format", "--bf16, --fp16, or neither for fp32"),
     "planning": ("the run without its ranks", "run it smaller"),
     "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
     "tensor dumps": ("writing tensors of a step to files", "--log-params-norm, --log-num-zeros-in-grad"),
     "text server": ("the text server", "megatron-lite generate"),
     "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
-    "training variants": ("this way to train", "leave it out"),
     "inference layers": ("layers for inference alone", "--transformer-impl local"),
 }
 
 # key -> what is done instead: these buy speed or memory on special hardware and never change numbers
 NOTICES = {
+    "notice:exchange": "experts' tokens travel in the order of the micro-batches, which gives the same numbers; "
+    "--moe-shared-expert-overlap hides a part of it",
     "notice:eager": "steps run without CUDA graphs",
     "notice:flex": "the dispatcher whose kernels it chooses needs a vendor's library",
     "notice:host copies": "the optimizer's gradients and weights are copied to the host and back in one piece each",
@@ -53,6 +46,7 @@ NOTICES = {
     "notice:no extra groups": "there are no extra CPU groups to leave out",
     "notice:offload": "everything stays on the device",
     "notice:overlap": "--tp-comm-overlap sends parts between ranks as it is; there are no user buffers to set up",
+    "notice:padding": "casts to FP8 are simulated, and their products take any number of tokens",
     "notice:permute": "tokens and their weights are sorted in one pass as it is",
     "notice:profiler": "--profile writes torch.profiler's trace",
     "notice:router": "the router's steps are not fused into one kernel",
@@ -87,7 +81,10 @@ REASONS = {
         "local checkpoints are each rank's own part, without copies on other machines",
         "--non-persistent-ckpt-type local alone, or global",
     ),
-    "mamba": ("hybrid models come later, if at all", "attention layers"),
+    "mamba": (
+        "hybrid models with state-space (Mamba) layers come later, if at all",
+        "attention layers; --group-query-attention, --multi-latent-attention and --window-size make them cheaper",
+    ),
     "mtp hsm": ("it is experimental", "--mtp-num-layers alone"),
     "object storage": (
         "prefixes as s3://bucket/corpus are read through the package fsspec",

@@ -66,6 +66,13 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
         keep_freed_memory()
     if args.deterministic_mode:
         _deterministic()
+    if args.disable_bf16_reduced_precision_matmul:
+        if args.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        else:
+            print_rank_0(
+                "--disable-bf16-reduced-precision-matmul has no effect here: a CPU adds products of bf16 in fp32"
+            )
     if not dist.is_initialized():
         print_rank_0("> initializing torch distributed ...")
         _init_process_group(args, launch)

@@ -29,6 +29,7 @@ from megatron_lite.training.arguments import (
     ddp_config_from_args,
     optimizer_config_from_args,
 )
+from megatron_lite.training.width_transfer import width_transfer
 from megatron_lite.transformer.module import Float16Module
 from megatron_lite.transformer.transformer_block import layout_of
 
@@ -63,6 +64,9 @@ def get_model(
 ) -> list[nn.Module]:
     """This rank's model chunks, on its device, in its number format, under DDP."""
     modules = build_chunks(model_provider_func, model_type, args, pg_collection)
+    if args.freeze_all_layers:
+        for module in modules:
+            module.requires_grad_(False)
     tp, pp = collectives.group_rank(pg_collection.tp), collectives.group_rank(pg_collection.pp)
     stages = collectives.group_size(pg_collection.pp)
     config: Any = getattr(modules[0], "config", None) or core_transformer_config_from_args(args)
@@ -112,7 +116,10 @@ def setup_model_and_optimizer(
     optimizer_config.timers = args.timers
     if args.optimizer_cpu_offload and args.device.type == "cpu":
         print_rank_0("--optimizer-cpu-offload has no effect here: on a CPU the optimizer's state is in host memory")
-    optimizer = get_megatron_optimizer(optimizer_config, model, pg_collection=pg_collection)
+    is_scaled, factor = width_transfer(config, optimizer_config.optimizer)
+    optimizer = get_megatron_optimizer(
+        optimizer_config, model, scale_lr_cond=is_scaled, lr_mult=factor, pg_collection=pg_collection
+    )
     scheduler = get_optimizer_param_scheduler(optimizer, args)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads

@@ -15,6 +15,7 @@ from megatron_lite.training.rules_derived import DERIVED
 from megatron_lite.training.rules_encoder_decoder import ENCODER_DECODER
 from megatron_lite.training.rules_experts import problems_of_experts
 from megatron_lite.training.rules_given import GIVEN
+from megatron_lite.training.rules_numbers import problems_of_numbers
 from megatron_lite.training.rules_retro import problems_of_retro_run, take_project
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "problems_of_attention",
     "problems_of_context",
     "problems_of_experts",
+    "problems_of_numbers",
     "problems_of_retro_run",
     "take_project",
 ]

@@ -35,8 +35,36 @@ def check_upcycling(args: Namespace) -> ConfigError | None:
     return None
 
 
+def check_overlap(args: Namespace) -> ConfigError | None:
+    """`--overlap-moe-expert-parallel-comm` does nothing here; where Megatron could not do it either, it is a mistake."""
+    obstacles = {
+        "--expert-model-parallel-size 1": args.expert_model_parallel_size == 1,
+        "--moe-token-dispatcher-type allgather": args.moe_token_dispatcher_type == "allgather",
+        "--moe-shared-expert-overlap": args.moe_shared_expert_overlap,
+        "--recompute-granularity full": args.recompute_granularity == "full",
+        f"--mtp-num-layers {args.mtp_num_layers}": (args.mtp_num_layers or 0) > 1,
+        "pipeline stages that are not cut into virtual ones": args.pipeline_model_parallel_size > 1
+        and args.virtual_pipeline_model_parallel_size is None,
+    }
+    found = [name for name, there in obstacles.items() if there]
+    if not args.overlap_moe_expert_parallel_comm or not found:
+        return None
+    return ConfigError(
+        f"--overlap-moe-expert-parallel-comm with {', '.join(found)}",
+        why="it asks for one micro-batch's exchange of tokens beside another's computation, and this leaves none",
+        fix="leave it out: the numbers are the same",
+    )
+
+
 EXPERTS: tuple[Rule, ...] = (
     reported(check_upcycling),
+    reported(check_overlap),
+    Rule(
+        lambda a: a.moe_router_padding_for_quantization and a.moe_token_dispatcher_type == "allgather",
+        "--moe-router-padding-for-quantization with --moe-token-dispatcher-type allgather",
+        "this dispatcher does not sort tokens into padded groups",
+        "leave it out, or --moe-token-dispatcher-type alltoall",
+    ),
     positive("save_tokens_per_expert_interval"),
     Rule(
         lambda a: bool(a.save_tokens_per_expert_interval) and not (a.num_experts and a.save),

@@ -78,7 +78,7 @@ def train_step(
         seq_length=args.seq_length,
         decoder_seq_length=args.decoder_seq_length,
         micro_batch_size=args.micro_batch_size,
-        forward_only=False,
+        forward_only=args.freeze_all_layers,
         pg_collection=pg_collection,
     )
     if args.empty_unused_memory_level >= 1 and args.device.type == "cuda":

@@ -21,7 +21,6 @@ Where context-parallel ranks share a sequence, or documents are packed, attentio
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -124,8 +123,7 @@ class DotProductAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
         assert config.kv_channels is not None
-        scale = config.softmax_scale if softmax_scale is None else softmax_scale
-        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
+        self.softmax_scale = config.score_scale(config.kv_channels) if softmax_scale is None else softmax_scale
         self.window = config.window_size if is_layer_window_attention(config, self.layer_number) else None
         self.sink = config.softmax_type != "vanilla"
         backend = config.attention_backend
@@ -152,8 +150,8 @@ class DotProductAttention(MegatronModule):
             shard = split("softmax_offset", (heads,), 0, tp_rank, tp_size)
             offset.shard = shard  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(offset, True, 0, 1)
-            assert config.init_method is not None
-            set_init(offset, config.init_method, "softmax_offset", shard)
+            assert config.readout_init_method is not None
+            set_init(offset, config.readout_init_method, "softmax_offset", shard)
             self.softmax_offset = offset
         elif config.softmax_type == "off-by-one":
             self.register_buffer("softmax_offset", torch.zeros(heads), persistent=False)

@@ -17,7 +17,6 @@ keys and values from them anew.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +85,7 @@ class MultiLatentAttention(Attention):
             attention_type,
             cp_comm_type,
             pg_collection,
-            softmax_scale=config.softmax_scale or mscale**2 / math.sqrt(self.q_head_dim),
+            softmax_scale=config.softmax_scale or mscale**2 * config.score_scale(self.q_head_dim),
             value_size=config.v_head_dim,
         )
         if config.rope_type == "yarn":

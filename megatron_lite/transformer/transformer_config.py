@@ -6,6 +6,7 @@ built is refused here, so that layers only compute. Field names and defaults are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from megatron_lite.transformer.enums import AttnBackend
 from megatron_lite.transformer.mla_config import ROPE_TYPES, mla_problems
 from megatron_lite.transformer.moe.moe_config import MoEConfig
 from megatron_lite.transformer.moe.moe_rules import moe_problems
+from megatron_lite.transformer.mup import MupConfig, mup_problems
 from megatron_lite.transformer.rotary_config import RotaryConfig, rotary_problems
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ RECOMPUTE_MODULES = (
 
 
 @dataclass(kw_only=True)
-class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
+class TransformerConfig(RotaryConfig, MupConfig, MoEConfig, ModelParallelConfig):
     """Depth, widths, normalisation, activation, attention, experts, dropout, initial values, recompute."""
 
     # -- shape
@@ -91,6 +93,9 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
     activation_func_clamp_value: float | None = flag(
         None, "Bound of what enters the activation: the gate from above, all else on both sides."
     )
+    mlp_chunks_for_training: int = flag(
+        1, "Run the MLP of dense layers in so many parts of the sequence, one after the other, while training."
+    )
     hidden_dropout: float = flag(0.1, "Dropout after attention, after the MLP and on the embeddings.")
     attention_dropout: float = flag(0.1, "Dropout on the attention weights.")
 
@@ -129,6 +134,7 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
     init_method: Init | None = None
     output_layer_init_method: Init | None = None
     embedding_init_method: Init | None = None
+    readout_init_method: Init | None = None  # of what is no matrix between hidden vectors: the output layer, sinks
     init_method_std: float = flag(
         0.02, "Standard deviation of initial weights; projections back to the residual use std / sqrt(2 * layers)."
     )
@@ -170,6 +176,9 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
     )
 
     # -- loss
+    output_logit_dtype: str | None = flag(
+        None, "Number format of the logits. Default: the model's.", choices=("bf16", "fp32")
+    )
     calculate_per_token_loss: bool = flag(
         False, "Divide gradients by the tokens of the global batch, instead of averaging the means of micro-batches."
     )
@@ -215,22 +224,21 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
 
         if self.activation_func is None:
             self.activation_func = F.gelu
-        given = self.init_method
+        plain = xavier_uniform if self.init_method_xavier_uniform else init_method_normal(self.init_method_std)
+        if self.readout_init_method is None:
+            self.readout_init_method = self.init_method or plain
+        std = self.init_method_std / math.sqrt(self.width_multiplier)
         if self.init_method is None:
-            self.init_method = (
-                xavier_uniform if self.init_method_xavier_uniform else init_method_normal(self.init_method_std)
-            )
+            self.init_method = xavier_uniform if self.init_method_xavier_uniform else init_method_normal(std)
         if self.output_layer_init_method is None:
             self.output_layer_init_method = (
-                xavier_uniform
-                if self.init_method_xavier_uniform
-                else scaled_init_method_normal(self.init_method_std, self.num_layers)
+                xavier_uniform if self.init_method_xavier_uniform else scaled_init_method_normal(std, self.num_layers)
             )
         if self.embedding_init_method is None:
             if self.embedding_init_method_std is not None:
                 self.embedding_init_method = init_method_normal(self.embedding_init_method_std)
             else:
-                self.embedding_init_method = given or self.init_method
+                self.embedding_init_method = self.readout_init_method
 
     # ------------------------------------------------------------------------------------------------------- refuse
     def _problems_of_shape(self) -> Iterator[ConfigError]:
@@ -299,7 +307,19 @@ class TransformerConfig(RotaryConfig, MoEConfig, ModelParallelConfig):
                 )
         for name in ("no_rope_freq", "window_attn_skip_freq"):
             yield from self._problems_of_pattern(name)
+        chunks = self.mlp_chunks_for_training
+        if chunks < 1:
+            yield ConfigError(f"--mlp-chunks-for-training {chunks}", why="a number of parts", fix="1: all at once")
+        freq = self.moe_layer_freq
+        everywhere = freq == 1 if isinstance(freq, int) else all(freq)
+        if chunks > 1 and self.num_moe_experts and everywhere:
+            yield ConfigError(
+                f"--mlp-chunks-for-training {chunks} with experts in every layer",
+                why="a router balances over all tokens of a micro-batch, so that experts take them in one piece",
+                fix="leave it out, or --recompute-granularity selective --recompute-modules moe",
+            )
         yield from rotary_problems(self)
+        yield from mup_problems(self)
         yield from moe_problems(self)
         yield from self._problems_of_recompute()
         yield from problems_of_exchanges(self)

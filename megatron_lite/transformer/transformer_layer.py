@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -88,6 +89,8 @@ class TransformerLayer(MegatronModule, BaseTransformerLayer):
         of_dense: dict[str, Any] = {"config": config, "tp_group": self.pg_collection.tp}
         self.mlp = build_module(submodules.mlp, **(inner if has_experts else of_dense))
         self.mlp_bda = build_module(submodules.mlp_bda)
+        # A router balances over all tokens of a micro-batch: experts take them in one piece.
+        self.mlp_chunks = 1 if has_experts else config.mlp_chunks_for_training
 
         selective = config.recompute_granularity == "selective"
         modules = config.recompute_modules or []
@@ -148,10 +151,19 @@ class TransformerLayer(MegatronModule, BaseTransformerLayer):
             hidden_states = self._add(self.cross_attn_bda, y, residual)
 
         x, keep, residual = self._normed(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
-        y = checkpoint(self.mlp, False, x) if self.recompute_mlp and self.training else self.mlp(x)
+        y = self._mlp_in_chunks(x) if self.mlp_chunks > 1 and self.training else self._mlp(x)
         if keep is not None:
             keep.discard_output_and_register_recompute(y[0])
         return self._add(self.mlp_bda, y, residual), context
+
+    def _mlp(self, x: Tensor) -> Any:
+        return checkpoint(self.mlp, False, x) if self.recompute_mlp and self.training else self.mlp(x)
+
+    def _mlp_in_chunks(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same, a part of the sequence at a time: what is wide and short-lived, such as the gradient of the inner
+        activations, exists for one part; with `--recompute-modules mlp` the inner activations themselves do."""
+        parts = [self._mlp(part) for part in x.chunk(self.mlp_chunks)]
+        return torch.cat([y for y, _ in parts]), parts[0][1]
 
     def _normed(self, norm: Any, x: Tensor, recompute: bool) -> tuple[Tensor, CheckpointWithoutOutput | None, Tensor]:
         """norm(x), who can forget it, and the residual."""

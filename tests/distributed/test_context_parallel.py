@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite import collectives
 from megatron_lite.context_parallel import blocks
@@ -27,6 +25,7 @@ from megatron_lite.training.batch import get_batch_on_this_cp_rank
 from megatron_lite.transformer import TransformerConfig
 from megatron_lite.transformer.dot_product_attention import DotProductAttention
 from megatron_lite.transformer.enums import AttnMaskType
+from tests.live_memory import Live
 
 S, B, HEADS, GROUPS, CHANNELS = 32, 2, 8, 4, 8
 EXCHANGES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -235,30 +234,6 @@ def test_the_next_keys_travel_while_a_rank_computes(world) -> None:
             *(send, "compute back", "wait", back, "wait"),
             *("compute back", "wait", back, "wait"),
         ]
-
-
-class Live(TorchDispatchMode):
-    """Bytes of tensors that were made inside and are alive: now, and at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self._known:
-                storage = x.untyped_storage()
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return out
 
 
 def _kept(s: int) -> int:

@@ -29,7 +29,7 @@ from megatron_lite.initialization import deferred_initialization
 from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding, position_ids_of
 from megatron_lite.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron_lite.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron_lite.models.common.language_module.language_module import LanguageModule
+from megatron_lite.models.common.language_module.language_module import LanguageModule, mark_output_layer
 from megatron_lite.pipeline_parallel.stage_layout import Cell, StageLayout, encoder_decoder_layout
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
@@ -64,19 +64,19 @@ class T5LMHead(MegatronModule):
     ):
         super().__init__(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        assert config.init_method is not None
+        assert config.embedding_init_method is not None and config.readout_init_method is not None
         self.output_layer = ColumnParallelLinear(
             config.hidden_size,
             vocab_size,
             config=config,
-            init_method=(config.embedding_init_method or config.init_method) if tied else config.init_method,
+            init_method=config.embedding_init_method if tied else config.readout_init_method,
             bias=bias,
             skip_bias_add=False,
             gather_output=not parallel_output,
             skip_weight_param_allocation=skip_weight_param_allocation,
             tp_group=groups.tp,
         )
-        self.output_layer.defers_weight_grads = config.defer_embedding_wgrad_compute
+        mark_output_layer(self.output_layer, config)
 
     def forward(self, hidden_states: Tensor, word_embeddings_weight: Tensor | None, gather: bool | None = None) -> Any:
         """x `[s, b, h]` -> logits `[s, b, v/t]`."""
@@ -162,7 +162,7 @@ class T5Model(LanguageModule):
         self.add_encoder, self.add_decoder, self.vp_stage = add_encoder, add_decoder, vp_stage
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type, self.fp16_lm_cross_entropy = position_embedding_type, fp16_lm_cross_entropy
-        self.logit_factor = config.hidden_size**-0.5 if scaled_logits else 1.0
+        self.logit_factor = config.output_multiplier * (config.hidden_size**-0.5 if scaled_logits else 1.0)
         self.stage_layout = t5_layout(config, encoder_config)
         held = self.stage_layout.cell(collectives.group_rank(self.pg_collection.pp), vp_stage)
         assert held.encoder is not None
@@ -215,10 +215,10 @@ class T5Model(LanguageModule):
     def _relative_positions(
         self, bidirectional: bool, config: TransformerConfig, buckets: int, distance: int
     ) -> RelativePositionEmbedding:
-        assert config.init_method is not None
+        assert config.readout_init_method is not None
         return RelativePositionEmbedding(
             bidirectional,
-            config.init_method,
+            config.readout_init_method,
             config.num_attention_heads,
             buckets,
             distance,

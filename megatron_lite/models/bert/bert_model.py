@@ -24,7 +24,7 @@ from megatron_lite.models.bert.pooler import Pooler
 from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding, position_ids_of
 from megatron_lite.models.common.embeddings.rotary_choice import rotary_angles
 from megatron_lite.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron_lite.models.common.language_module.language_module import LanguageModule
+from megatron_lite.models.common.language_module.language_module import LanguageModule, mark_output_layer
 from megatron_lite.models.common.replicated_linear import replicated_linear
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
@@ -131,20 +131,20 @@ class BertModel(LanguageModule):
                 vp_stage=vp_stage,
             )
             if post_process:
-                assert config.init_method is not None
+                assert config.embedding_init_method is not None and config.readout_init_method is not None
                 tied = share_embeddings_and_output_weights
                 self.lm_head = BertLMHead(config.hidden_size, config)
                 self.output_layer = ColumnParallelLinear(
                     config.hidden_size,
                     vocab_size,
                     config=config,
-                    init_method=(config.embedding_init_method or config.init_method) if tied else config.init_method,
+                    init_method=config.embedding_init_method if tied else config.readout_init_method,
                     bias=True,
                     gather_output=not parallel_output,
                     skip_weight_param_allocation=pre_process and tied,
                     tp_group=tp,
                 )
-                self.output_layer.defers_weight_grads = config.defer_embedding_wgrad_compute
+                mark_output_layer(self.output_layer, config)
                 self.binary_head = None
                 if add_binary_head:
                     self.binary_head = replicated_linear(config.hidden_size, 2, config)
@@ -216,7 +216,8 @@ class BertModel(LanguageModule):
             binary_logits = self.binary_head(self.pooler(hidden_states))
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         gather = None if lm_labels is None else False  # the loss wants split logits
-        logits, _ = self.output_layer(self.lm_head(hidden_states), weight, gather)
+        states, factor = self.lm_head(hidden_states), self.config.output_multiplier
+        logits, _ = self.output_layer(states if factor == 1.0 else states * factor, weight, gather)
         if lm_labels is None:
             return logits.transpose(0, 1).contiguous(), binary_logits
         loss = self.compute_language_model_loss(lm_labels, logits)

@@ -18,7 +18,7 @@ from megatron_lite.errors import ConfigError
 from megatron_lite.initialization import deferred_initialization
 from megatron_lite.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron_lite.models.common.embeddings.rotary_choice import ROTARY, rotary_angles, rotary_embedding_of
-from megatron_lite.models.common.language_module.language_module import LanguageModule
+from megatron_lite.models.common.language_module.language_module import LanguageModule, mark_output_layer
 from megatron_lite.packed_seq_params import PackedSeqParams
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
@@ -133,19 +133,19 @@ class GPTModel(LanguageModule):
                 assert mtp_block_spec is not None
                 self.mtp = MultiTokenPredictionBlock(config, mtp_block_spec, vp_stage, self.pg_collection)
             if post_process:
-                assert config.init_method is not None
+                assert config.embedding_init_method is not None and config.readout_init_method is not None
                 tied = share_embeddings_and_output_weights
                 self.output_layer = ColumnParallelLinear(
                     config.hidden_size,
                     vocab_size,
                     config=config,
-                    init_method=(config.embedding_init_method or config.init_method) if tied else config.init_method,
+                    init_method=config.embedding_init_method if tied else config.readout_init_method,
                     bias=False,
                     gather_output=not parallel_output,
                     skip_weight_param_allocation=(pre_process or self.mtp_process) and tied,
                     tp_group=self.pg_collection.tp,
                 )
-                self.output_layer.defers_weight_grads = config.defer_embedding_wgrad_compute
+                mark_output_layer(self.output_layer, config)
         if pre_process or post_process or self.mtp_process:
             self.setup_embeddings_and_output_layer()
             if self.copies_over_stages:
@@ -266,12 +266,18 @@ class GPTModel(LanguageModule):
             hidden_states = self._with_further_losses(hidden_states, labels, loss_mask, weight, packed_seq_params)
         gather = None if labels is None else False  # the loss wants split logits
         logits, _ = self.output_layer(
-            hidden_states, weight, runtime_gather_output if runtime_gather_output is not None else gather
+            self._for_output(hidden_states),
+            weight,
+            runtime_gather_output if runtime_gather_output is not None else gather,
         )
         if labels is not None:
             loss = self.compute_language_model_loss(labels, logits)
             return loss.to(logits.dtype) if self.fp16_lm_cross_entropy else loss
         return logits.transpose(0, 1).contiguous()
+
+    def _for_output(self, hidden_states: Tensor) -> Tensor:
+        factor = self.config.output_multiplier
+        return hidden_states if factor == 1.0 else hidden_states * factor
 
     def _with_further_losses(
         self,
@@ -286,7 +292,7 @@ class GPTModel(LanguageModule):
             weight = (self.output_layer.weight if weight is None else weight).detach()
 
         def losses(states: Tensor, labels: Tensor) -> Tensor:
-            logits, _ = self.output_layer(states, weight, False)
+            logits, _ = self.output_layer(self._for_output(states), weight, False)
             return self.compute_language_model_loss(labels, logits)
 
         states = hidden_states.chunk(1 + (self.config.mtp_num_layers or 0))

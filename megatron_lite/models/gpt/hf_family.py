@@ -122,6 +122,7 @@ _NEUTRAL: dict[str, Any] = {
     "geglu": False,
     "relu": False,
     "softmax_scale": None,
+    "use_mup": False,
     "qk_l2_norm": False,
     "attention_output_gate": False,
     "num_experts": None,

@@ -91,7 +91,7 @@ def test_an_unknown_flag_gets_a_did_you_mean(flag: str, likely: str) -> None:
 def test_all_mistakes_of_a_command_line_are_told_at_once() -> None:
     text = error_of(
         "stray --num-layrs 2 --hidden-size wide --lr --normalization Rmsnorm --rampup-batch-size 1 2 --swiglu=yes "
-        "--mup-base-hidden-size 2 --perform-rl-step --use-legacy-models"
+        "--transformer-impl inference_optimized --perform-rl-step --use-legacy-models"
     )
     for found in (
         "10 problems with the flags",
@@ -102,7 +102,7 @@ def test_all_mistakes_of_a_command_line_are_told_at_once() -> None:
         "did you mean RMSNorm?",
         "--rampup-batch-size 1 2: 3 values expected",
         "--swiglu is a switch",
-        "--mup-base-hidden-size 2: width-transfer parametrisation has not landed",
+        "--transformer-impl inference_optimized: layers for inference alone has not landed",
         "--perform-rl-step is not supported: reinforcement learning",
         "--use-legacy-models",
     ):
@@ -285,7 +285,7 @@ def test_the_arguments_are_listed_as_megatron_does(capsys: pytest.CaptureFixture
     names = [line.split()[0] for line in lines[1:-1]]
     assert names == sorted(names, key=str.lower) and len(set(names)) == len(names)
     assert {"seq_length", "tensor_model_parallel_size", "data_parallel_size", "params_dtype"} <= set(names)
-    assert not {"use_mup", "rl_default_top_k"} & set(names), "flags that do nothing here are left out"
+    assert not {"use_sharp", "rl_default_top_k"} & set(names), "flags that do nothing here are left out"
 
 
 def test_the_global_batch_is_said_when_it_was_not_given(capsys: pytest.CaptureFixture[str]) -> None:

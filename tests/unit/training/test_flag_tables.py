@@ -27,19 +27,13 @@ ROOT = Path(__file__).parents[3]
 # What is refused because it comes later: capability -> number of flags. The list only gets shorter.
 PENDING = {
     "diagnostics": 14,
-    "expert overlap": 1,
     "fp8": 12,
     "fsdp": 17,
     "launch": 1,
-    "mamba": 6,
-    "moe": 1,
-    "mup": 6,
-    "other dtypes": 2,
     "planning": 1,
     "rerun": 5,
     "tensor dumps": 4,
     "text server": 13,
-    "training variants": 2,
 }
 
 

@@ -97,6 +97,8 @@ class LanguageModelEmbedding(MegatronModule):
         if self.tokentype_embeddings is not None:
             assert tokentype_ids is not None, "a model with token types needs tokentype_ids"
             y = y + self.tokentype_embeddings(tokentype_ids.t())
+        if self.config.embedding_multiplier != 1.0:
+            y = y * self.config.embedding_multiplier
         if self.config.fp32_residual_connection:
             y = y.float()
         probability = self.config.hidden_dropout if self.training else 0.0

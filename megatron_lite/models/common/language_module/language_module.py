@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite import collectives
@@ -12,7 +13,10 @@ from megatron_lite.initialization import initialize_parameters
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.sharding import whole
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_lite.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron_lite.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
 from megatron_lite.transformer.module import MegatronModule
 from megatron_lite.transformer.transformer_config import TransformerConfig
 
@@ -36,6 +40,12 @@ def global_names(model: nn.Module) -> dict[str, str]:
         prefixes = (".".join(words[: i + 1]) for i in range(len(words)))
         names[name] = ".".join(str(numbers.get(prefix, word)) for prefix, word in zip(prefixes, words))
     return names
+
+
+def mark_output_layer(layer: ColumnParallelLinear, config: TransformerConfig) -> None:
+    """What sets a layer that makes logits apart from others."""
+    layer.defers_weight_grads = config.defer_embedding_wgrad_compute
+    layer.output_dtype = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[config.output_logit_dtype]
 
 
 class LanguageModule(MegatronModule):
