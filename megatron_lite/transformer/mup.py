@@ -1,7 +1,7 @@
 """The fields of TransformerConfig that make settings transfer from one width to another. No torch here.
 
-muP (Yang et al. 2022, "Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer", table 8),
-with m = hidden size / base hidden size:
+muP (Yang et al. 2022, "Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer",
+table 8), with m = hidden size / base hidden size:
 
     matrices between hidden vectors    initial std / sqrt(m)      learning rate / m (adam, lion), as it is (sgd)
     tables, output layer, vectors      initial std as it is       learning rate as it is (adam, lion), * m (sgd)
