@@ -36,7 +36,7 @@ def check_upcycling(args: Namespace) -> ConfigError | None:
 
 
 def check_overlap(args: Namespace) -> ConfigError | None:
-    """`--overlap-moe-expert-parallel-comm` does nothing here; where Megatron refuses it, it is a mistake all the same."""
+    """`--overlap-moe-expert-parallel-comm` does nothing here; what Megatron refuses is refused."""
     obstacles = {
         "--expert-model-parallel-size 1": args.expert_model_parallel_size == 1,
         "--moe-token-dispatcher-type allgather": args.moe_token_dispatcher_type == "allgather",

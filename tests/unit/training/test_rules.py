@@ -54,6 +54,15 @@ BROKEN = [
     ("--step-batch-size-schedule 0:3,1K:8", "", ["batch size 3"]),
     ("--step-batch-size-schedule 0:8 --decrease-batch-size-if-needed", "", ["--decrease-batch-size-if-needed"]),
     ("--step-batch-size-schedule 0:8 --rampup-batch-size 2 2 10", "", ["--rampup-batch-size and --step"]),
+    # factors and experts
+    ("--mup-base-hidden-size 8", "", ["--mup-base-hidden-size 8 without --use-mup"]),
+    ("--use-mup --mup-output-mult -1", "", ["--mup-output-mult -1.0"]),
+    (
+        "--overlap-moe-expert-parallel-comm",
+        "",
+        ["--overlap-moe-expert-parallel-comm with --expert-model-parallel-size"],
+    ),
+    ("--moe-router-padding-for-quantization", "", ["--moe-token-dispatcher-type allgather"]),
     # length and schedule
     ("", "--train-iters", ["neither --train-iters nor --train-samples"]),
     ("--train-samples 10", "", ["--train-iters 10 and --train-samples 10"]),

@@ -101,7 +101,6 @@ def test_scores_and_factors_follow_the_table() -> None:
 
 
 def test_embedding_mult_multiplies_the_embedding_and_output_mult_the_logits() -> None:
-    """Without positions, a layer norm right behind the embedding hides its factor from all but the residual stream."""
     ids = torch.arange(LENGTH).view(1, -1)
     plain, scaled = gpt(BASE), gpt(BASE, mup_embedding_mult=3.0, mup_output_mult=0.25)
     assert torch.equal(scaled.embedding(ids, ids), plain.embedding(ids, ids) * 3.0)
