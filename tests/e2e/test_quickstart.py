@@ -115,3 +115,17 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(folder, first):
     assert max(trained) == 120 and validation[120] < validation[12]
     assert (folder / "run/checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "120"
     assert rest.stdout.count("The model writes:") == 1
+
+
+@pytest.mark.parametrize("model, more", [("bert", "mask 1: "), ("t5", "2 gap(s)"), ("retro", "160 tokens: ")])
+def test_every_model_comes_from_a_text_to_a_sample(folder, model, more):
+    """`make train MODEL=...` from the top: its tokenizer, its data, training, pictures, a use for the result."""
+    run = folder / model
+    command = [sys.executable, "-m", "megatron_lite", "quickstart", "--model", model, "--iters", "4"]
+    command += [*"--hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --eval-iters 1 --num-workers 0".split()]
+    command += ["--run", str(run), "--text", str(folder / "mine.txt")]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert more in done.stdout + done.stderr and "The model writes:" in done.stdout
+    for name in ("checkpoints/latest_checkpointed_iteration.txt", "loss.png", "report.html"):
+        assert (run / name).stat().st_size > 0, name
