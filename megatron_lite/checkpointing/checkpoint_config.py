@@ -41,6 +41,12 @@ class CheckpointConfig:
     no_load_rng: bool = flag(False, "Do not read the states of the random generators.")
     finetune: bool = flag(False, "Load the weights alone and start at iteration 0.")
     pretrained_checkpoint: str | None = flag(None, "Folder to fine-tune from when --load has no checkpoint.")
+    force: list[str] | None = flag(
+        None,
+        "Resume though arguments differ from the checkpoint's so that it becomes another training; with names, though "
+        "these differ. Not in Megatron.",
+        nargs="*",
+    )
     exit_on_missing_checkpoint: bool = flag(False, "Stop instead of starting from random weights.")
     use_checkpoint_args: bool = flag(False, "Take the model's shape from the checkpoint.")
     use_mp_args_from_checkpoint_args: bool = flag(

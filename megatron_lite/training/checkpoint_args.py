@@ -1,4 +1,4 @@
-"""The arguments of a checkpoint beside those of the run: which are saved, which are taken, which must agree."""
+"""The arguments of a checkpoint: which are saved, which are taken. What may differ: `resume_differences`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_lite.checkpointing.plain_values import to_json
-from megatron_lite.errors import CheckpointError
 from megatron_lite.log import print_rank_0
 
 EXPERTS = (
@@ -83,7 +82,7 @@ MODEL_ARGUMENTS = (
     "retro_encoder_residual",
 )
 # What makes its token numbers mean something else: when all of these agree, only the padding can differ.
-_TOKENS = (
+TOKENS = (
     "tokenizer_type",
     "tokenizer_model",
     "vocab_file",
@@ -92,7 +91,7 @@ _TOKENS = (
     "vocab_extra_ids",
     "tokenizer_special_tokens",
 )
-_VOCABULARY = ("tokenizer_type", "make_vocab_size_divisible_by", "padded_vocab_size")
+VOCABULARY = ("tokenizer_type", "make_vocab_size_divisible_by", "padded_vocab_size")
 # Taken with --use-checkpoint-args beside these, though they may change from run to run.
 _TAKEN = (
     *MODEL_ARGUMENTS,
@@ -156,9 +155,9 @@ _PARALLEL = (
     "sequence_parallel",
 )
 # Without --no-use-tokenizer-model-from-checkpoint-args.
-_TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 # None is a value of these, not the lack of one.
-_OPTIONAL = {
+OPTIONAL = {
     "retro_layers",
     "window_size",
     "window_attn_skip_freq",
@@ -204,7 +203,7 @@ def take_args(args: Namespace, saved: dict[str, Any], *, parallel: bool = False,
     """
     taken = [*_TAKEN, *(_PARALLEL if parallel else ())]
     for name in taken:
-        if not hasattr(args, name) or (name in _TOKENIZER_FILES and not tokenizer):
+        if not hasattr(args, name) or (name in TOKENIZER_FILES and not tokenizer):
             continue
         if name not in saved:
             print_rank_0(f"Checkpoint did not provide arguments {name}")
@@ -221,7 +220,7 @@ def take_args(args: Namespace, saved: dict[str, Any], *, parallel: bool = False,
 
 def has_vocabulary_of(args: Namespace, saved: dict[str, Any]) -> bool:
     """Whether the checkpoint's tokens are this run's, so that rows beyond them are padding on both sides."""
-    return all(name in saved and to_json(getattr(args, name, None)) == saved[name] for name in _TOKENS)
+    return all(name in saved and to_json(getattr(args, name, None)) == saved[name] for name in TOKENS)
 
 
 def grows_into_retro(args: Namespace, saved: dict[str, Any]) -> bool:
@@ -232,46 +231,3 @@ def grows_into_retro(args: Namespace, saved: dict[str, Any]) -> bool:
 def is_retros_own(name: str) -> bool:
     """Whether a tensor is of the parts that a Retro has and a GPT has not."""
     return ".cross_attention." in name or ".pre_cross_attn_layernorm." in name
-
-
-def check_args(args: Namespace, saved: dict[str, Any], folder: object, *, finetune: bool) -> None:
-    """Refuse a checkpoint whose weights would mean something else in this model.
-
-    Args:
-        finetune: another vocabulary is the user's wish then, and shows in the shapes.
-    Raises: CheckpointError naming every argument that differs.
-    """
-    names = [*MODEL_ARGUMENTS, *(() if finetune else _VOCABULARY)]
-    if not finetune and has_vocabulary_of(args, saved):  # the padding is cut anew
-        names = [name for name in names if name not in ("padded_vocab_size", "make_vocab_size_divisible_by")]
-    if getattr(args, "position_embedding_type", None) == "learned_absolute" and not finetune:
-        names.append("max_position_embeddings")
-    if finetune and grows_into_retro(args, saved):
-        names = [name for name in names if name != "model_family" and not name.startswith("retro_")]
-    if not getattr(args, "group_query_attention", True):
-        names.remove("num_query_groups")
-    differing = _differences(args, saved, names)
-    if not differing and not finetune:
-        for line in _differences(args, saved, [name for name in _TAKEN if name not in names]):
-            print_rank_0(f"NOTE: the checkpoint was trained with another {line}")
-    if differing:
-        fix = "the same flags as then, or --use-checkpoint-args, which takes them from the checkpoint"
-        if len(differing) == 1 and differing[0].startswith("padded_vocab_size:"):  # the padding depends on tp
-            fix = f"--padded-vocab-size {saved['padded_vocab_size']}"
-        raise CheckpointError(
-            f"{folder} was trained with other arguments:\n    " + "\n    ".join(differing),
-            why="its weights would mean something else in this model",
-            fix=fix,
-        )
-
-
-def _differences(args: Namespace, saved: dict[str, Any], names: list[str]) -> list[str]:
-    """`name: value there, value here` for those that both sides have and that differ."""
-    found = []
-    for name in names:
-        if not hasattr(args, name) or name not in saved:
-            continue
-        here, there = to_json(getattr(args, name)), saved[name]
-        if here != there and (here is not None and there is not None or name in _OPTIONAL):
-            found.append(f"{name}: {there} there, {here} here")
-    return found

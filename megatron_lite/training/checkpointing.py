@@ -48,7 +48,6 @@ from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.sharding import ShardSpec, whole
 from megatron_lite.training.checkpoint_args import (
     args_to_save,
-    check_args,
     grows_into_retro,
     has_vocabulary_of,
     is_retros_own,
@@ -57,6 +56,7 @@ from megatron_lite.training.checkpoint_args import (
 from megatron_lite.training.checkpoint_search import find_checkpoint, find_local, local_root, rolling_root
 from megatron_lite.training.global_vars import get_args
 from megatron_lite.training.progress_file import append_progress, saved_message
+from megatron_lite.training.resume_differences import check_args
 from megatron_lite.training.rng_state import find_state, get_rng_state, layout_of, set_rng_state, state_name
 
 CHECKPOINT_VERSION = 3.0  # Megatron's number for this set of contents
@@ -170,6 +170,12 @@ def tokenizer_assets(args: Namespace) -> dict[str, bytes]:
     return {f"tokenizer/{path.name}": path.read_bytes() for path in paths if path.is_file()}
 
 
+def _has_tokenizer(folder: Path, files: dict[str, bytes]) -> bool:
+    """Whether the checkpoint holds exactly these files of a tokenizer."""
+    kept = {f"tokenizer/{path.name}": path.read_bytes() for path in (folder / "tokenizer").glob("*")}
+    return bool(files) and kept == files
+
+
 def _prune(root: Path, every: int | None, newest: int | None) -> list[str]:
     """Delete superseded checkpoints; one that cannot be deleted costs nothing but space. Returns: lines that say so."""
     if not every and not newest:
@@ -242,7 +248,14 @@ def load_checkpoint(
         if args.verify_integrity:
             _compare_checksums(folder, manifest, None if found.of_rank else group)
         common, saved_args = together(lambda: (read_common(folder), read_args(folder)), group)
-    check_args(args, saved_args, folder, finetune=found.weights_only)
+    check_args(
+        args,
+        saved_args,
+        folder,
+        finetune=found.weights_only,
+        trains=optimizer is not None and resume and not args.skip_train,
+        same_tokenizer=lambda: _has_tokenizer(folder, tokenizer_assets(args)),
+    )
 
     tensors = [model_tensors(ddp_model)]
     with_optimizer = optimizer is not None and resume and not args.no_load_optim

@@ -166,9 +166,9 @@ IDLE: tuple[tuple[str, Callable[[Namespace], bool], str], ...] = (
         "--async-save",
     ),
     (
-        "--no-load-optim --no-load-rng --finetune --verify-integrity --dist-ckpt-strictness --auto-detect-ckpt-format "
-        "--ckpt-fully-parallel-load --no-ckpt-load-validate-sharding-integrity --override-ckpt-iteration "
-        "--load-main-params-from-ckpt",
+        "--no-load-optim --no-load-rng --finetune --force --verify-integrity --dist-ckpt-strictness "
+        "--auto-detect-ckpt-format --ckpt-fully-parallel-load --no-ckpt-load-validate-sharding-integrity "
+        "--override-ckpt-iteration --load-main-params-from-ckpt",
         lambda a: bool(a.load or a.pretrained_checkpoint),
         "--load FOLDER",
     ),

@@ -32,9 +32,10 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.log import print_rank_0
 from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.sharding import Piece, ShardSpec
-from megatron_lite.training.checkpoint_args import check_args, has_vocabulary_of
+from megatron_lite.training.checkpoint_args import has_vocabulary_of
 from megatron_lite.training.checkpointing import find_checkpoint, model_tensors, save_checkpoint
 from megatron_lite.training.derived import is_gated
+from megatron_lite.training.resume_differences import check_args
 
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
 _LAST = "linear_fc2.bias"

@@ -22,7 +22,6 @@ from megatron_lite.training.arguments import (
     parse_args,
     validate_args,
 )
-from megatron_lite.training.checkpoint_args import check_args
 from megatron_lite.training.checkpointing import (
     find_checkpoint,
     load_args_from_checkpoint,
@@ -32,6 +31,7 @@ from megatron_lite.training.checkpointing import (
     will_load_checkpoint,
 )
 from megatron_lite.training.model_setup import get_optimizer_param_scheduler
+from megatron_lite.training.resume_differences import check_args
 from megatron_lite.training.rng_state import find_state
 
 FLAGS = """--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
@@ -409,8 +409,18 @@ def test_all_arguments_that_give_the_weights_another_meaning_are_refused_at_once
 
 def test_what_may_change_from_run_to_run_may_change(saved):
     folder, _ = saved
-    words = "--micro-batch-size 1 --global-batch-size 2 --log-interval 7 --attention-dropout 0.3 --seed 5".split()
+    words = "--micro-batch-size 1 --global-batch-size 2 --log-interval 7".split()
     assert Run("--load", folder, *words).load()[0] == 10
+
+
+def test_what_makes_it_another_training_may_change_with_force(saved):
+    folder, _ = saved
+    words = ["--load", folder, *"--attention-dropout 0.3 --seed 5".split()]
+    with pytest.raises(CheckpointError, match="--force attention_dropout seed"):
+        Run(*words).load()
+    assert Run(*words, "--force", "attention_dropout", "seed").load()[0] == 10
+    assert Run(*words, "--no-load-optim", "--finetune").load()[0] == 0
+    assert Run(*words, "--skip-train").load()[0] == 10
 
 
 def test_another_vocabulary_is_refused_on_resume(saved):
