@@ -34,7 +34,16 @@ from megatron_lite.training import command_line, config_files, derived, rules
 from megatron_lite.training.configs import RUN_CONFIGS
 from megatron_lite.training.families import foreign_flag
 from megatron_lite.training.flag_aliases import translate
-from megatron_lite.training.flag_tables import CAPABILITIES, NOTICES, PENDING_VALUES, REASONS, pending, refused
+from megatron_lite.training.flag_tables import (
+    AS_IT_IS,
+    CAPABILITIES,
+    NOTICES,
+    PENDING_VALUES,
+    REASONS,
+    pending,
+    refused,
+)
+from megatron_lite.training.idle_flags import idle
 from megatron_lite.training.launch import Launch, read_launch
 from megatron_lite.transformer.mla_config import LatentAttentionConfig
 from megatron_lite.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -111,6 +120,11 @@ def build_parser(extra_args_provider: ExtraArgs | None = None) -> argparse.Argum
     if extra_args_provider is not None:
         extra_args_provider(parser)
     return parser
+
+
+def all_flags() -> list[Flag]:
+    """The flags that configs state."""
+    return [flag for config in CONFIGS for flag in flags_of(config)]
 
 
 def _title(config: type) -> tuple[str, str]:
@@ -229,6 +243,10 @@ def _notices(args: argparse.Namespace) -> list[str]:
         value = getattr(args, row.flag.dest, row.flag.default)
         if NOTICES.get(row.key) and row.concerns(value):
             lines.append(f"{show(row.flag, value)} has no effect here: {NOTICES[row.key]}")
+    for flag in all_flags():
+        if flag.dest in AS_IT_IS and flag.dest in args.typed:
+            value = getattr(args, flag.dest)
+            lines.append(f"{show(flag, value)} has no effect here: {AS_IT_IS[flag.dest]}")
     if "transformer_impl" in args.typed and args.transformer_impl == "transformer_engine":
         lines.append("--transformer-impl transformer_engine has no effect here: the layers are this package's own")
     return lines
@@ -249,6 +267,7 @@ def validate_args(args: argparse.Namespace, world_size: int | None = None) -> ar
     problems = rules.take_project(args)
     problems += rules.broken(rules.GIVEN, args)
     notices, warnings = derived.derive(args)
+    warnings += idle(args, all_flags())
     problems += rules.broken(rules.DERIVED, args)
     problems += rules.broken(rules.ENCODER_DECODER, args)
     problems += rules.problems_of_experts(args) + rules.problems_of_attention(args) + rules.problems_of_context(args)

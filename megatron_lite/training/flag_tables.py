@@ -59,6 +59,17 @@ NOTICES = {
     "no effect": "",  # obsolete in Megatron as well: in silence
 }
 
+# Flags of configs that ask for what every run does, or that another one decides: name -> what is so. Told where typed.
+AS_IT_IS = {
+    "add_position_embedding": "rotary positions, or none, have no table",
+    "cross_entropy_fusion_impl": "the loss is computed by the same lines in every run",
+    "cross_entropy_loss_fusion": "the loss is computed in one piece in every run, with the same numbers",
+    "local_rank": "the launcher's LOCAL_RANK says which process of its machine this is",
+    "pipeline_model_parallel_comm_backend": "stages talk over the library that all ranks talk over",
+    "retro_attention_gate": "there is no gate on the cross attention",
+    "use_cpu_initialization": "initial weights are drawn on the CPU in every run",
+}
+
 # key -> (reason, alternative)
 REASONS = {
     "adlr": ("it talks to one company's cluster", "--exit-duration-in-mins, --exit-signal-handler"),

@@ -22,10 +22,12 @@ from megatron_lite import collectives, parallel_state
 from megatron_lite.collectives import group_rank
 from megatron_lite.errors import ConfigError
 from megatron_lite.host_memory import keep_freed_memory
-from megatron_lite.log import print_rank_0, set_rank
+from megatron_lite.log import print_rank_0, set_rank, warn_rank_0
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA
 from megatron_lite.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_lite.training.arguments import all_flags
+from megatron_lite.training.idle_flags import idle_on_device
 from megatron_lite.training.launch import Launch, read_launch
 from megatron_lite.training.rendezvous import fresh, launchers_store
 
@@ -78,6 +80,8 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
         _init_process_group(args, launch)
     set_rank(dist.get_rank(), dist.get_world_size())
     check_stage_transport(args, dist.get_backend())
+    for line in idle_on_device(args, all_flags(), args.device.type, dist.get_backend()):
+        warn_rank_0(line)
     if not parallel_state.model_parallel_is_initialized():
         initialize_groups(args)
         print_rank_0(f"> initialized tensor model parallel with size {args.tensor_model_parallel_size}")

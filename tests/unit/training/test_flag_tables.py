@@ -233,23 +233,6 @@ def test_harmless_flags_say_in_one_line_what_is_done_instead(capsys: pytest.Capt
         assert line.startswith(another_value(row)[0]) and line.endswith(NOTICES[row.key])
 
 
-def test_every_flag_that_works_is_read_by_some_code() -> None:
-    """A flag that nothing reads would be accepted and not done."""
-    stating = re.compile(r"(configs|_config|flag_tables|flag_aliases|checkpoint_args)\.py$")
-    files = [path for path in (ROOT / "megatron_lite").rglob("*.py") if not stating.search(path.name)]
-    files += ROOT.glob("pretrain_*.py")
-    words = {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-    in_their_config = {"init_method_std", "init_method_xavier_uniform"}  # __post_init__ makes functions of them
-    late = {row.flag.dest for row in pending() if not row.values}
-    unread = [
-        f"{config.__name__}.{flag.field}"
-        for config in CONFIGS
-        for flag in flags_of(config)
-        if not words & {flag.field, flag.dest} and flag.dest not in late | in_their_config
-    ]
-    assert not unread
-
-
 # ------------------------------------------------------------------------------------------------------- old spellings
 @pytest.mark.parametrize(
     ("old", "new"),
