@@ -54,6 +54,7 @@ from megatron_lite.training.checkpoint_args import (
     take_args,
 )
 from megatron_lite.training.checkpoint_search import find_checkpoint, find_local, local_root, rolling_root
+from megatron_lite.training.derived import phase_transitions
 from megatron_lite.training.global_vars import get_args
 from megatron_lite.training.progress_file import append_progress, saved_message
 from megatron_lite.training.resume_differences import check_args
@@ -254,6 +255,7 @@ def load_checkpoint(
         folder,
         finetune=found.weights_only,
         trains=optimizer is not None and resume and not args.skip_train,
+        new_phase=common["iteration"] in phase_transitions(args),
         same_tokenizer=lambda: _has_tokenizer(folder, tokenizer_assets(args)),
     )
 

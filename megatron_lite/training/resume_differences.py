@@ -220,6 +220,7 @@ def check_args(
     *,
     finetune: bool,
     trains: bool = False,
+    new_phase: bool = False,
     same_tokenizer: Callable[[], bool] = lambda: False,
 ) -> None:
     """Refuse a checkpoint that another training left behind; tell what else differs.
@@ -228,6 +229,7 @@ def check_args(
         saved: the arguments in the checkpoint.
         finetune: only the weights are taken: what they mean must agree, all else begins anew.
         trains: the run goes on with the training. Otherwise other samples or updates are nothing to refuse.
+        new_phase: the run goes on at one of `--phase-transition-iterations`, from where data and batch may be others.
         same_tokenizer: whether the tokenizer's files, wherever they lie now, are those of the checkpoint.
     Raises: CheckpointError naming every argument that makes it another training, unless `--force` allows it.
     """
@@ -242,7 +244,8 @@ def check_args(
         effect = difference.effect
         if effect.silent or not (trains or effect in _OF_ANY_USE):
             continue
-        stops = effect is MODEL or (effect.another_training and trains)
+        meant = new_phase and effect in (SAMPLES, BATCH)
+        stops = effect is MODEL or (effect.another_training and trains and not meant)
         allowed = force is not None and (not force or difference.name in forced)
         (refused if stops and not allowed else told).append(difference)
     if refused:

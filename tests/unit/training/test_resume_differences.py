@@ -118,6 +118,13 @@ def test_fine_tuning_takes_weights_and_cares_for_them_alone(capsys):
         resume(capsys, "--hidden-size 16", finetune=True)
 
 
+def test_a_new_phase_may_have_other_data_and_another_batch_but_no_other_optimizer(capsys):
+    """At one of --phase-transition-iterations that is what the user stopped for."""
+    assert "seq_length: 8 there, 4 here" in resume(capsys, "--seq-length 4 --global-batch-size 8", new_phase=True)
+    with pytest.raises(CheckpointError, match="optimizer: "):
+        resume(capsys, "--seq-length 4 --optimizer sgd", new_phase=True)
+
+
 def test_who_does_not_train_is_not_refused(capsys):
     """`generate` and --skip-train have a seed and a batch of their own; other positions they are told."""
     out = resume(capsys, "--seed 5 --global-batch-size 8 --rotary-base 500000", trains=False)
