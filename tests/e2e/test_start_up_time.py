@@ -21,7 +21,7 @@ def test_help_takes_less_than_a_second():
 
 
 def test_the_first_step_of_a_tiny_model_is_done_within_ten_seconds():
-    """From the command to the end of a run that leaves after its first iteration: imports, arguments, data, model, step."""
+    """From the command to the end of a run that leaves after its first iteration."""
     done, seconds = cpu_seconds(*TINY, "--train-iters", 2, "--exit-interval", 1)
     assert len(done.lines) == 1
     assert seconds < 10.0
