@@ -88,6 +88,7 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
         "--position-embedding-type learned_absolute (rotary positions are relative: --reset-attention-mask parts "
         "documents)",
     ),
+    ("mup_*", lambda a: a.use_mup, "--use-mup"),
     # -- experts
     (
         "moe_aux_loss_coeff",

@@ -121,14 +121,14 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
         UPDATES,
         "optimizer clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum lion_beta1 lion_beta2 muon_momentum "
         "muon_nesterov muon_split_qkv muon_scale_mode muon_coefficient_type muon_num_ns_steps muon_tp_mode "
-        "muon_extra_scale_factor muon_scalar_optimizer apply_wd_to_qk_layernorm loss_scale",
+        "muon_extra_scale_factor muon_scalar_optimizer apply_wd_to_qk_layernorm loss_scale freeze_all_layers",
         (),
     ),
     (
         FORMATS,
         "fp16 bf16 fp32_residual_connection fp16_lm_cross_entropy attention_softmax_in_fp32 grad_reduce_in_bf16 "
         "accumulate_allreduce_grads_in_fp32 main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype "
-        "muon_fp32_matmul_prec",
+        "muon_fp32_matmul_prec output_logit_dtype disable_bf16_reduced_precision_matmul",
         (),
     ),
     (LENGTH, "train_iters train_samples phase_transition_iterations", ()),
@@ -154,7 +154,7 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
         "transformer_impl bias_swiglu_fusion bias_dropout_fusion gradient_accumulation_fusion "
         "empty_unused_memory_level manual_gc manual_gc_interval manual_gc_eval use_precision_aware_optimizer "
         "optimizer_cpu_offload optimizer_offload_fraction pin_cpu_grads pin_cpu_params "
-        "overlap_param_gather_with_optimizer_step",
+        "overlap_param_gather_with_optimizer_step mlp_chunks_for_training",
         (DistributedDataParallelConfig, DistributedInitConfig),
     ),
     (
@@ -164,7 +164,12 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
         "retro_verify_neighbor_count",
         (),
     ),
-    (CHECKS, "check_for_nan_in_loss_and_grad check_for_large_grads iterations_to_skip", ()),
+    (
+        CHECKS,
+        "check_for_nan_in_loss_and_grad check_for_large_grads iterations_to_skip "
+        "check_weight_hash_across_dp_replicas_interval",
+        (),
+    ),
     (
         STOPS,
         "exit_interval exit_duration_in_mins exit_signal_handler exit_signal exit_signal_handler_for_dataloader",

@@ -8,6 +8,7 @@ not count: tables, rules that refuse, translations of old spellings.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -74,11 +75,14 @@ def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+CONFIG_FILES = {inspect.getfile(base) for config in CONFIGS for base in config.__mro__ if base is not object}
+
+
 def all_reads(sources: Iterable[Path]) -> set[str]:
     found: set[str] = set()
     for path in sources:
         if not TABLES.search(path.name) and not RULES.search(path.name):
-            is_config = bool(re.search(r"config(s|uration)?\.py$", path.name))
+            is_config = str(path) in CONFIG_FILES
             found.update(names_read(path.read_text(encoding="utf-8"), is_config=is_config))
     return found
 

@@ -31,6 +31,7 @@ ON = {
     "attention_softmax_in_fp32": {"bf16": True},
     "lm_head_bias": {},
     "reset_position_ids": {},
+    "mup_*": {"use_mup": True},
     "moe_aux_loss_coeff": {**EXPERTS, "moe_router_load_balancing_type": "aux_loss"},
     "moe_router_bias_update_rate": {**EXPERTS, "moe_router_enable_expert_bias": True},
     "moe_token_drop_policy": {**EXPERTS, "moe_expert_capacity_factor": 1.0},
@@ -151,7 +152,8 @@ ALWAYS = """
     gradient_reduce_div_fusion use_nccl_ub save load ckpt_step pretrained_checkpoint exit_on_missing_checkpoint
     use_checkpoint_args ckpt_format ckpt_convert_format non_persistent_ckpt_type tokenizer_type vocab_size
     padded_vocab_size make_vocab_size_divisible_by pad_vocab_size vocab_extra_ids retro_project_dir
-    retro_add_retriever retro_cyclic_train_iters
+    retro_add_retriever retro_cyclic_train_iters use_mup mlp_chunks_for_training output_logit_dtype freeze_all_layers
+    disable_bf16_reduced_precision_matmul check_weight_hash_across_dp_replicas_interval
 """.split()
 FLAGS = {flag.dest: flag for config in CONFIGS for flag in flags_of(config)}
 # (the row's first name, the name of a flag), by the row that tells it first.
