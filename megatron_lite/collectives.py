@@ -4,7 +4,8 @@ Every call takes the group (None: this rank is alone, nothing happens) and its p
 bytes by (group, kind, purpose); the log, the planner and the tests read it. "Bytes" is the size of the whole tensor
 that the operation is about: the reduced one, or the gathered one; `sent_bytes` tells what of it each rank sends.
 
-A call that fails because another rank is gone, or never came, raises PeerLost with the group, its ranks, the purpose.
+A call that fails because another rank is gone, or never came, raises PeerLost with the group, its ranks, the purpose
+(`calls`).
 
 On gloo the named reduce-scatter and all-gather are 4 times slower than the same sum or copy written as sends and
 receives of slices (measured with torch 2.13), so these two choose by backend, and all-reduces of more than a few
@@ -14,27 +15,24 @@ order of ranks whoever adds: a reduce-scatter gives bit for bit a part of the al
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.errors import ConfigError, PeerLost
-from megatron_lite.log import rank_and_world_size
+from megatron_lite import calls
+from megatron_lite.calls import DONE, NAMES, Call, Handle, Pending, noted
+from megatron_lite.errors import ConfigError
 
 Op = Literal["sum", "avg", "max", "min"]
 Key = tuple[str, str, str]  # group, kind, purpose
 COUNTERS: dict[Key, list[int]] = defaultdict(lambda: [0, 0])  # -> calls, bytes
-_NAMES: dict[ProcessGroup, str] = {}
 _TAGS: dict[ProcessGroup, int] = defaultdict(int)  # transfers of one call share a tag that no other call under way has
 _SMALL = 1024  # elements up to which gloo's own all-reduce is as fast as sends and receives
 
@@ -43,107 +41,21 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Handle(Protocol):
-    """What an asynchronous call returns: `wait()` blocks until the result may be read."""
-
-    def wait(self) -> Any: ...
-
-
-class _Done:
-    """The handle of a call that had nothing to do."""
-
-    def wait(self) -> None:
-        return None
-
-
-DONE = _Done()
-
-
-# How backends word what another rank has done to them; torch has no type of its own for gloo's errors.
-_OF_THE_BACKEND = re.compile("gloo|nccl|connection|peer|timed? ?out", re.IGNORECASE)
-
-
-class _told:
-    """A context, and the handle of a call begun in it, in which an error of the backend becomes PeerLost."""
-
-    def __init__(self, group: ProcessGroup, kind: str, purpose: str):
-        self.group, self.kind, self.purpose = group, kind, purpose
-        self.handle: Handle = DONE
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, RuntimeError) or not _OF_THE_BACKEND.search(str(error)):
-            return
-        rank, _ = rank_and_world_size()
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise PeerLost(
-            f"rank {rank}: {self.kind} for {self.purpose} over the group {_NAMES.get(self.group, 'world')} "
-            f"(ranks {ranks}) failed: {reason[0]}",
-            why="another rank of the group has ended, or did not come within --distributed-timeout-minutes",
-            fix="look at what the other ranks said: the first one to fail tells the cause",
-        ) from error
-
-    def wait(self) -> None:
-        with self:
-            self.handle.wait()
-
-
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def _tells(call: _Call) -> _Call:
-    """For a function that moves data: when it fails because of another rank, say which call of which group it was."""
-    place = list(inspect.signature(call).parameters).index("group")
-
-    @functools.wraps(call)
-    def telling(*args: Any, **kwargs: Any) -> Any:
-        group = kwargs["group"] if "group" in kwargs else args[place]
-        if _alone(group):
-            return call(*args, **kwargs)
-        told = _told(group, call.__name__, kwargs["purpose"])
-        with told:
-            result = call(*args, **kwargs)
-        if not isinstance(result, _Pending):
-            return result
-        told.handle = result
-        return told
-
-    return telling  # type: ignore[return-value]
-
-
-class _Pending:
-    """Several transfers, and what is still to be done with their results when they are there."""
-
-    def __init__(self, works: Sequence[Any], finish=lambda: None):
-        self._works, self._finish = list(works), finish
-
-    def wait(self) -> None:
-        for work in self._works:
-            if work is not None and type(work).__name__ != "_IllegalWork":  # of a call inside `coalesced`
-                work.wait()
-        self._works = []
-        finish, self._finish = self._finish, lambda: None
-        finish()
-
-
 # -- what was counted --------------------------------------------------------------------------------------------
 
 
 def counts() -> dict[Key, tuple[int, int]]:
     """COUNTERS as it stands: (group, kind, purpose) -> calls, bytes."""
-    return {key: (calls, size) for key, (calls, size) in COUNTERS.items()}
+    return {key: (number, size) for key, (number, size) in COUNTERS.items()}
 
 
 def difference(after: dict[Key, tuple[int, int]], before: dict[Key, tuple[int, int]]) -> dict[Key, tuple[int, int]]:
     """What was counted between two times; nothing where nothing was."""
     grown = {}
-    for key, (calls, size) in after.items():
-        calls_then, size_then = before.get(key, (0, 0))
-        if calls > calls_then:
-            grown[key] = (calls - calls_then, size - size_then)
+    for key, (number, size) in after.items():
+        number_then, size_then = before.get(key, (0, 0))
+        if number > number_then:
+            grown[key] = (number - number_then, size - size_then)
     return grown
 
 
@@ -163,18 +75,18 @@ def sent_bytes(kind: str, size: int, ranks: int) -> float:
 def name_group(group: ProcessGroup | None, name: str) -> None:
     """Give a group the name under which its traffic is counted. A group with two names keeps the first."""
     if group is not None:
-        _NAMES.setdefault(group, name)
+        NAMES.setdefault(group, name)
 
 
 def forget_groups() -> None:
     """Drop the names, and with them the references that would keep destroyed groups alive."""
-    _NAMES.clear()
+    calls.forget_groups()
     _TAGS.clear()
 
 
 def group_sizes() -> dict[str, int]:
     """Number of ranks by the name under which a group's traffic is counted."""
-    return {name: group.size() for group, name in _NAMES.items()}
+    return {name: group.size() for group, name in NAMES.items()}
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -199,7 +111,7 @@ def _is_gloo(group: ProcessGroup, x: Tensor) -> bool:
 
 
 def _count(group: ProcessGroup, kind: str, purpose: str, x: Tensor) -> None:
-    counter = COUNTERS[_NAMES.get(group, "world"), kind, purpose]
+    counter = COUNTERS[NAMES.get(group, "world"), kind, purpose]
     counter[0] += 1
     counter[1] += x.numel() * x.element_size()
 
@@ -282,7 +194,7 @@ def coalesced(group: ProcessGroup | None, x: Tensor, calls: int) -> Iterator[Bat
     batch._manager = manager
 
 
-@_tells
+@noted
 def all_reduce(
     x: Tensor,
     group: ProcessGroup | None,
@@ -310,16 +222,16 @@ def all_reduce(
         pending = _all_reduce_by_parts(buffer, group, after)
     else:
         work = dist.all_reduce(buffer, op=kind, group=group, async_op=True)
-        pending = _Pending([work], lambda: _scale(buffer, after))
+        pending = Pending([work], lambda: _scale(buffer, after))
     if buffer is not x:
         inner = pending
-        pending = _Pending([inner], lambda: x.copy_(buffer))
+        pending = Pending([inner], lambda: x.copy_(buffer))
     if not async_op:
         pending.wait()
     return pending
 
 
-@_tells
+@noted
 def reduce_scatter(
     output: Tensor,
     input: Tensor,
@@ -360,10 +272,10 @@ def reduce_scatter(
             total = received.view(size, -1).sum(0, dtype=torch.float32).mul_(after)
             output.copy_(total.view_as(output))
 
-        pending = _Pending([work], finish)
+        pending = Pending([work], finish)
     else:
         work = _reduce_scatter_single(output, input.contiguous(), op=kind, group=group, async_op=True)
-        pending = _Pending([work], lambda: _scale(output, after))
+        pending = Pending([work], lambda: _scale(output, after))
     if not async_op:
         pending.wait()
     return pending
@@ -413,7 +325,7 @@ def _exchange(sent: Sequence[Tensor | None], received: Sequence[Tensor | None], 
 
 def _reduce_part(
     output: Tensor, parts: list[Tensor], group: ProcessGroup, tag: int, scale: float, wide: bool
-) -> _Pending:
+) -> Pending:
     """`output` = scale * the sum of every rank's part for this rank; parts are this rank's contributions to all."""
     size, rank = group.size(), group.rank()
     own = parts[rank]
@@ -434,10 +346,10 @@ def _reduce_part(
             total = torch.add(total, piece, out=into)
         _scale(output, scale)
 
-    return _Pending(works, finish)
+    return Pending(works, finish)
 
 
-def _all_reduce_by_parts(x: Tensor, group: ProcessGroup, scale: float) -> _Pending:
+def _all_reduce_by_parts(x: Tensor, group: ProcessGroup, scale: float) -> Pending:
     """Every rank sums one part of the contiguous `x`, times `scale`, and sends it to the others."""
     size, rank = group.size(), group.rank()
     parts = list(x.view(-1).tensor_split(size))
@@ -446,12 +358,12 @@ def _all_reduce_by_parts(x: Tensor, group: ProcessGroup, scale: float) -> _Pendi
 
     def gather() -> None:
         others = [None if r == rank else part for r, part in enumerate(parts)]
-        _Pending(_exchange([None if r == rank else own for r in range(size)], others, group, gathering)).wait()
+        Pending(_exchange([None if r == rank else own for r in range(size)], others, group, gathering)).wait()
 
-    return _Pending([first], gather)
+    return Pending([first], gather)
 
 
-@_tells
+@noted
 def all_gather(
     output: Tensor, input: Tensor, group: ProcessGroup | None, *, purpose: str, async_op: bool = False
 ) -> Handle:
@@ -473,15 +385,15 @@ def all_gather(
             slices[rank].copy_(mine)
         others = [None if r == rank else slices[r] for r in range(size)]
         works = _exchange([None if r == rank else mine for r in range(size)], others, group, _next_tag(group))
-        pending = _Pending(works)
+        pending = Pending(works)
     else:
-        pending = _Pending([_all_gather_single(output, input.contiguous(), group=group, async_op=True)])
+        pending = Pending([_all_gather_single(output, input.contiguous(), group=group, async_op=True)])
     if not async_op:
         pending.wait()
     return pending
 
 
-@_tells
+@noted
 def all_to_all(
     output: Tensor,
     input: Tensor,
@@ -500,7 +412,7 @@ def all_to_all(
     dist.all_to_all_single(output, input.contiguous(), output_splits, input_splits, group=group)
 
 
-@_tells
+@noted
 def send(x: Tensor, group: ProcessGroup, *, to: int, tag: int = 0, purpose: str) -> Handle:
     """Send `x` to the rank at place `to` of the group; `x` may be dropped at once, the handle only when waited for.
 
@@ -508,23 +420,23 @@ def send(x: Tensor, group: ProcessGroup, *, to: int, tag: int = 0, purpose: str)
         tag: gloo tells messages of one pair of ranks apart by it; elsewhere they arrive in the order of sending.
     """
     _count(group, "send", purpose, x)
-    return _Pending([dist.isend(x.detach().contiguous(), dist.get_global_rank(group, to), group=group, tag=tag)])
+    return Pending([dist.isend(x.detach().contiguous(), dist.get_global_rank(group, to), group=group, tag=tag)])
 
 
-@_tells
+@noted
 def receive(x: Tensor, group: ProcessGroup, *, source: int, tag: int = 0, purpose: str) -> Handle:
     """Receive into `x`, contiguous, from the rank at place `source` of the group; counted by the sender alone."""
-    return _Pending([dist.irecv(x, dist.get_global_rank(group, source), group=group, tag=tag)])
+    return Pending([dist.irecv(x, dist.get_global_rank(group, source), group=group, tag=tag)])
 
 
-@_tells
+@noted
 def shift(received: Tensor, sent: Tensor, group: ProcessGroup, *, purpose: str) -> Handle:
     """Send to the next rank of the ring, receive from the one before; both are under way when this returns.
 
     `sent` must stay as it is until the handle is waited for. Counted as a send.
     """
     _count(group, "send", purpose, sent)
-    return _Pending(_shift(sent.contiguous(), received, 1, group, _next_tag(group)))
+    return Pending(_shift(sent.contiguous(), received, 1, group, _next_tag(group)))
 
 
 def gather_in_turn(x: Tensor, group: ProcessGroup, *, purpose: str) -> Iterator[tuple[int, Tensor]]:
@@ -536,13 +448,13 @@ def gather_in_turn(x: Tensor, group: ProcessGroup, *, purpose: str) -> Iterator[
     _count_in_turn(group, "all_gather", purpose, x)
     mine, tag = x.contiguous(), _next_tag(group)
     arriving = []
-    with _told(group, "all_gather", purpose):
+    with Call(group, "all_gather", purpose):
         for distance in range(1, size):  # at each distance all ranks send and receive once
             part = torch.empty_like(mine)
             arriving.append(((rank - distance) % size, part, _shift(mine, part, distance, group, tag)))
     yield rank, mine
     for place, part, works in arriving:
-        with _told(group, "all_gather", purpose):
+        with Call(group, "all_gather", purpose):
             for work in works:
                 work.wait()
         yield place, part
@@ -564,11 +476,11 @@ def reduce_scatter_in_turn(part_for: Callable[[int], Tensor], group: ProcessGrou
         mine = part_for((rank + distance) % size).contiguous()
         part = parts[(rank - distance) % size] = torch.empty_like(mine)
         sent.append(mine)
-        with _told(group, "reduce_scatter", purpose):
+        with Call(group, "reduce_scatter", purpose):
             under_way += _shift(mine, part, distance, group, tag)
     parts[rank] = part_for(rank)
     _count_in_turn(group, "reduce_scatter", purpose, parts[rank])
-    with _told(group, "reduce_scatter", purpose):
+    with Call(group, "reduce_scatter", purpose):
         for work in under_way:
             work.wait()
     total = parts[0].clone()
@@ -587,12 +499,12 @@ def _shift(sent: Tensor, received: Tensor, distance: int, group: ProcessGroup, t
 
 
 def _count_in_turn(group: ProcessGroup, kind: str, purpose: str, part: Tensor) -> None:
-    counter = COUNTERS[_NAMES.get(group, "world"), kind, purpose]
+    counter = COUNTERS[NAMES.get(group, "world"), kind, purpose]
     counter[0] += 1
     counter[1] += part.numel() * part.element_size() * group.size()
 
 
-@_tells
+@noted
 def broadcast(x: Tensor, group: ProcessGroup | None, *, source: int = 0, purpose: str) -> None:
     """Overwrite `x` on every rank with the values of the rank at place `source` of the group."""
     if _alone(group):
@@ -605,38 +517,38 @@ def broadcast(x: Tensor, group: ProcessGroup | None, *, source: int = 0, purpose
         x.copy_(buffer)
 
 
-@_tells
+@noted
 def barrier(group: ProcessGroup | None, *, purpose: str) -> None:
     """Wait until every rank of the group is here."""
     if _alone(group):
         return
     assert group is not None
-    COUNTERS[_NAMES.get(group, "world"), "barrier", purpose][0] += 1
+    COUNTERS[NAMES.get(group, "world"), "barrier", purpose][0] += 1
     dist.barrier(group=group)
 
 
 # -- Python objects (start-up, checkpoints; never per step) ------------------------------------------------------
 
 
-@_tells
+@noted
 def all_gather_object(obj: Any, group: ProcessGroup | None, *, purpose: str) -> list[Any]:
     """Every rank's object, in rank order."""
     if _alone(group):
         return [obj]
     assert group is not None
-    COUNTERS[_NAMES.get(group, "world"), "all_gather_object", purpose][0] += 1
+    COUNTERS[NAMES.get(group, "world"), "all_gather_object", purpose][0] += 1
     objects: list[Any] = [None] * group.size()
     dist.all_gather_object(objects, obj, group=group)
     return objects
 
 
-@_tells
+@noted
 def broadcast_object(obj: Any, group: ProcessGroup | None, *, source: int = 0, purpose: str) -> Any:
     """The object of the rank at place `source` of the group."""
     if _alone(group):
         return obj
     assert group is not None
-    COUNTERS[_NAMES.get(group, "world"), "broadcast_object", purpose][0] += 1
+    COUNTERS[NAMES.get(group, "world"), "broadcast_object", purpose][0] += 1
     box = [obj]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, source), group=group)
     return box[0]

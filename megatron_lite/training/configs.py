@@ -413,6 +413,11 @@ class DistributedInitConfig:
     distributed_timeout_seconds_after_init: int | None = flag(
         None, "How long a collective may take once the first iteration is done.", unit="seconds"
     )
+    hang_report: bool = flag(
+        True,
+        "When a collective waits long, do not say who is waited for and what each rank does. Not in Megatron.",
+        off="--no-hang-report",
+    )
     use_tp_pp_dp_mapping: bool = flag(
         False, "Make the stages of a pipeline neighbours: ranks vary along tp, cp, ep, pp, then dp, not dp before pp."
     )

@@ -34,7 +34,7 @@ from megatron_lite.pipeline_parallel.executor import ForwardStep
 from megatron_lite.process_groups import set_timeout
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.timers import Timers
-from megatron_lite.training import global_vars
+from megatron_lite.training import global_vars, hang_watch
 from megatron_lite.training.arguments import print_args, save_config
 from megatron_lite.training.batch import skip_batch
 from megatron_lite.training.checkpointing import load_checkpoint, save_checkpoint, will_load_checkpoint
@@ -91,6 +91,7 @@ def run(
     """The run, after `start`; the arguments are those of `pretrain`."""
     pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     timers = args.timers
+    watch = hang_watch.start(args) if args.hang_report else None
     if args.save:  # a run that cannot save should not begin
         on_rank_0(lambda: check_save_folder(Path(args.save)), collectives.world())
     append_progress(args, "Starting job")
@@ -133,12 +134,15 @@ def run(
         return
 
     loop = Loop(args, model, optimizer, scheduler, forward_step_func, data, pg_collection, process_non_loss_data_func)
+    loop.watch = watch
     try:
         loop.run()
     finally:
         loop.saves.close()
         loop.log.close()
         loop.profiler.stop()
+        if watch is not None:
+            watch.close()
         if loop.routing_trace is not None:
             loop.routing_trace.close()
     if args.save and rank_and_world_size()[0] == 0:
@@ -186,6 +190,7 @@ class Loop:
         self.process_non_loss_data_func = process_non_loss_data_func
         self.exit_signal = SignalWatch(args.exit_signal) if args.exit_signal_handler else None
         self.saves = Saves(args, model, optimizer, scheduler)
+        self.watch: hang_watch.HangWatch | None = None
         self._timeout_after_init = args.distributed_timeout_seconds_after_init
 
     # -- the course of a run ---------------------------------------------------------------------------------------
@@ -247,6 +252,7 @@ class Loop:
             self._save()
         self.saves.poll()
         iteration = args.iteration + 1
+        self._note(f"iteration {iteration}")
         batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
         self.profiler.before_step(iteration)
         if iteration in args.iterations_to_skip:
@@ -300,6 +306,8 @@ class Loop:
         self.log.step(iteration, result, batch, norm, experts)
         if self._timeout_after_init is not None:  # the first iteration may take long: it makes NCCL's communicators
             set_timeout(self.pg_collection, timedelta(seconds=self._timeout_after_init))
+            if self.watch is not None:
+                self.watch.set_limit(self._timeout_after_init)
             self._timeout_after_init = None
 
     def _skip(self, batch: int) -> None:
@@ -323,6 +331,10 @@ class Loop:
         )
 
     # -- beside the steps ------------------------------------------------------------------------------------------
+    def _note(self, doing: str) -> None:
+        if self.watch is not None:
+            self.watch.note(doing)
+
     def _pause(self, action: Callable[[], object]) -> None:
         """Do something that is not part of an iteration's time."""
         timer = self.args.timers("interval-time")
@@ -338,6 +350,7 @@ class Loop:
         self, data: Sequence[EvaluationSet], prefix: str, *, record: bool = True, verbose: bool = False
     ) -> None:
         args = self.args
+        self._note(f"evaluation after iteration {args.iteration}")
         limit = args.exit_duration_in_mins
 
         def out_of_time() -> bool:
@@ -367,6 +380,7 @@ class Loop:
 
     def _save(self, final: bool = False) -> None:
         """Save once an iteration. A save that fails does not stop training, but it does fail the run's last one."""
+        self._note(f"save after iteration {self.args.iteration}")
         if final:
             self.saves.save_last()
         elif self.saves.due():

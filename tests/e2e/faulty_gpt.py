@@ -21,7 +21,17 @@ calls = 0
 def add_flags(parser):
     """Flags of this script."""
     group = parser.add_argument_group("fault")
-    faults = ("nan-loss", "nan-grad", "no-tokens", "uneven-masks", "raise", "raise-in-backward", "exit", "kill")
+    faults = (
+        "nan-loss",
+        "nan-grad",
+        "no-tokens",
+        "uneven-masks",
+        "raise",
+        "raise-in-backward",
+        "exit",
+        "kill",
+        "sleep",
+    )
     group.add_argument("--fault", choices=faults, default=None)
     group.add_argument("--fault-call", type=int, default=None, help="forward pass of training, from 1; default: all")
     group.add_argument("--fault-iteration", type=int, default=None, help="iteration, from 1; default: all")
@@ -61,6 +71,8 @@ def forward_step(data_iterator, model):
         losses.register_hook(_raise)
     elif here and args.fault == "exit":
         os._exit(17)
+    elif here and args.fault == "sleep":
+        time.sleep(10_000)
     elif here and args.fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     return losses, loss_func

@@ -53,3 +53,22 @@ def test_a_rank_that_vanishes_is_named_as_the_cause(fault, rank, layout, status)
     assert cause and (int(cause[1]), cause[2]) == (rank, status), err
     # The other rank holds its message back until the launcher ends it; on a busy machine it may come to say it.
     assert "losed by peer" not in err or "why: another rank of the group has ended" in err, err
+
+
+def test_a_rank_that_sleeps_is_named_before_the_timeout_ends_the_run_in_bounded_time():
+    """Ten minutes of silence, then "timed out" on every rank but the one that sleeps, told nobody where to look."""
+    flags = [*TINY, *"--train-iters 1000 --log-interval 1000 --distributed-timeout-seconds-after-init 4".split()]
+    start = time.monotonic()
+    done = torchrun(2, *flags, *"--fault sleep --fault-call 5 --fault-rank 1".split(), script=FAULTY, timeout=120)
+    assert done.status != 0 and time.monotonic() - start < 60  # 4 s, 5 s for the backend to end it, start-up
+    assert re.search(
+        r"HANG REPORT: rank 0 has waited \d s of at most 4 in all_reduce for gradients over dp_cp "
+        r"\(ranks 0-1; call \d+ of it\)\n"
+        r"  not there: rank 1\n"
+        r"  rank 0: iteration 3, waits in all_reduce for gradients .*\n"
+        r"  rank 1: iteration 3, in no call for \d s; .* now in forward_step \(faulty_gpt\.py:\d+\)\n"
+        r"  waited for, and waiting for nobody: rank 1\.",
+        done.err,
+    ), done.err
+    assert done.err.count("HANG REPORT:") == 1
+    assert "RankFailure: rank 0: all_reduce for gradients" in done.err or "PeerLost: rank 0: all_red" in done.err
