@@ -130,6 +130,8 @@ class ModelParallelConfig:
     param_sync_func: Callable[..., Any] | None = None
     barrier_with_L1_time: bool = True
 
+    config_logger_dir: str = flag("", "Folder of JSON files that say what models, DDP and optimizer were made with.")
+
     def __post_init__(self) -> None:
         import torch
 

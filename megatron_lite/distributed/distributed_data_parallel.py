@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron_lite import collectives
 from megatron_lite.collectives import group_rank, group_size
+from megatron_lite.config_logger import log_config_to_disk
 from megatron_lite.distributed.bucket_group import BucketGroup
 from megatron_lite.distributed.buffer_layout import default_bucket_size
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -60,6 +61,7 @@ class DistributedDataParallel(nn.Module):
         disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
     ):
+        log_config_to_disk(config, locals())
         super().__init__()
         self.config, self.ddp_config, self.module = config, ddp_config, module
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron_lite.fusions.attention import MASKED, parts_of, rows_of, split_groups, take_part
 from megatron_lite.fusions.backends import matmul_kernel
+from megatron_lite.fusions.largest_score import LargestScore
 
 Kernel = Literal["flash", "products"]
 
@@ -41,12 +42,14 @@ class Arithmetic:
     kernel: the wish; a block that it cannot do goes by products.
     scale: of the scores.
     dropout: share of the probabilities that is dropped; seed: of what is dropped, another one for each block.
+    largest: is told the scores of every block.
     """
 
     kernel: Kernel
     scale: float
     dropout: float = 0.0
     seed: int = 0
+    largest: LargestScore | None = None
 
     def of_block(self, number: int) -> Arithmetic:
         """For block `number` of a call: it drops others than the block before."""
@@ -74,6 +77,8 @@ def block_forward(
         causal: hide the future; then sq = sk.
     Returns: y `[b, n, sq, dv]` in q's dtype; lse `[b, n, sq]` fp64.
     """
+    if arithmetic.largest is not None:
+        arithmetic.largest.note(q, k, hidden, causal, arithmetic.scale)
     q, k, v, out_dtype = _widened(q, k, v)
     if _takes_flash(q, hidden, arithmetic):
         y, lse = _flash_forward(q, k, v, hidden, causal, arithmetic.scale)

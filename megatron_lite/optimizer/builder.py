@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from megatron_lite import collectives
 from megatron_lite.collectives import group_rank, group_size
+from megatron_lite.config_logger import log_config_to_disk
 from megatron_lite.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_lite.errors import ConfigError
+from megatron_lite.log import rank_and_world_size
 from megatron_lite.optimizer.distrib_optimizer import DistributedOptimizer, owned_ranges, whole_range
 from megatron_lite.optimizer.flat_shard import FlatShard, Storage, divide_for_host
 from megatron_lite.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
@@ -42,9 +45,11 @@ def get_megatron_optimizer(
         no_weight_decay_cond, scale_lr_cond, lr_mult: see `get_param_groups`.
         use_gloo_process_groups: accepted for scripts written for Megatron; nothing here needs CPU groups of its own.
         pg_collection: None = the registered groups.
-        dump_param_to_param_group_map: write {parameter name: number of its group} to this JSON file.
+        dump_param_to_param_group_map: write {global name of a parameter: number of its group} to this JSON file;
+            collective over all ranks.
     Raises: ConfigError.
     """
+    log_config_to_disk(config, locals(), prefix="get_megatron_optimizer")
     check_optimizer(config)
     if config.lr is None:
         raise ConfigError("--lr is missing", why="an optimizer needs a learning rate", fix="for example --lr 3e-4")
@@ -68,8 +73,7 @@ def get_megatron_optimizer(
     groups = get_param_groups(chunks, config, no_weight_decay_cond, scale_lr_cond, lr_mult, mp_group=pg_collection.mp)
     group_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
     if dump_param_to_param_group_map is not None:
-        names = {name: group_of[p] for chunk in chunks for name, p in chunk.module.named_parameters() if p in group_of}
-        Path(dump_param_to_param_group_map).write_text(json.dumps(names, indent=1) + "\n")
+        _dump_groups(Path(dump_param_to_param_group_map), chunks, group_of)
     stacked = _stacked_matrices(chunks, config, pg_collection)
     matrices = {number for number, group in enumerate(groups) if group["is_matrix"]}
     counted = {param for param in group_of if _counts_here(param, pg_collection)}
@@ -94,6 +98,21 @@ def get_megatron_optimizer(
             group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
             parts.append(MegatronOptimizer(optimizers, config, shards, scaler, group, device))
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
+
+
+def _dump_groups(path: Path, chunks: Sequence[DistributedDataParallel], group_of: Mapping[nn.Parameter, int]) -> None:
+    """Write the group of every parameter of the whole model, by global name. Collective; rank 0 writes."""
+    mine = {
+        getattr(getattr(param, "shard", None), "name", name): group_of[param]
+        for chunk in chunks
+        for name, param in chunk.module.named_parameters()
+        if param in group_of
+    }
+    everyone = collectives.all_gather_object(mine, collectives.world(), purpose="parameter groups")
+    if rank_and_world_size()[0] == 0:
+        groups = {name: number for of_rank in everyone for name, number in of_rank.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(groups, indent=1) + "\n", encoding="utf-8")
 
 
 def _offloaded(config: OptimizerConfig, device: torch.device) -> float:

@@ -103,6 +103,7 @@ class OptimizerConfig:
     embedding_init_method_std: float | None = None
     barrier_with_L1_time: bool = False
     timers: Callable[..., Any] | None = None
+    config_logger_dir: str = ""
 
     def __post_init__(self) -> None:
         import torch

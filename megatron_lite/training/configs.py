@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lite.config import flag
+from megatron_lite.training.diagnostics_config import DiagnosticsConfig, ProfileConfig
 from megatron_lite.training.faults_config import FaultsConfig
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
@@ -307,7 +308,7 @@ class ValidationConfig:
 
 @dataclass(kw_only=True)
 class LoggingConfig:
-    """The log line, timers, TensorBoard, W&B, profile."""
+    """The log line, timers, TensorBoard, W&B."""
 
     log_interval: int = flag(100, "Print, and average over, this many iterations.", unit="iterations")
     log_throughput: bool = flag(False, "TFLOP/s of a device in the log line.")
@@ -345,13 +346,6 @@ class LoggingConfig:
     wandb_exp_name: str | None = flag(None, "W&B: name of the run.")
     wandb_save_dir: str | None = flag(None, "W&B: local folder. Default: wandb in the save folder.")
     wandb_entity: str | None = flag(None, "W&B: entity.")
-
-    # -- profile
-    profile: bool = flag(False, "Profile a range of steps.")
-    profile_step_start: int = flag(10, "First profiled step.", unit="iteration")
-    profile_step_end: int = flag(12, "Step at which the profile ends.", unit="iteration")
-    profile_ranks: list[int] = flag([], "Ranks that profile. Default: all.", nargs="+")
-    use_pytorch_profiler: bool = flag(False, "A trace of torch.profiler, also on CUDA.")
 
 
 @dataclass(kw_only=True)
@@ -455,6 +449,8 @@ RUN_CONFIGS = (
     BertConfig,
     ValidationConfig,
     LoggingConfig,
+    ProfileConfig,
+    DiagnosticsConfig,
     ExpertsConfig,
     PipelineConfig,
     DistributedInitConfig,

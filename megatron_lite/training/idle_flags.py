@@ -251,13 +251,15 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
     ),
     ("tensorboard_queue_size", lambda a: bool(a.tensorboard_dir), "--tensorboard-dir FOLDER"),
     ("wandb_exp_name wandb_save_dir wandb_entity", lambda a: bool(a.wandb_project), "--wandb-project NAME"),
-    ("profile_* use_pytorch_profiler", lambda a: a.profile, "--profile"),
+    ("profile_ranks", lambda a: a.profile or a.record_memory_history, "--profile"),
+    ("profile_* use_pytorch_profiler pytorch_profiler_* nvtx_ranges record_shapes", lambda a: a.profile, "--profile"),
+    ("memory_snapshot_path", lambda a: a.record_memory_history, "--record-memory-history"),
 )
 
 
 # What only start-up knows: names, whether a run on this device and over this library reads them, what would make it.
 IDLE_ON_DEVICE: tuple[tuple[str, Callable[[str, str], bool], str], ...] = (
-    ("empty_unused_memory_level", lambda device, backend: device == "cuda", "CUDA"),
+    ("empty_unused_memory_level train_sync_interval", lambda device, backend: device == "cuda", "CUDA"),
     (
         "nccl_communicator_config_path high_priority_stream_groups use_nccl_ub",
         lambda device, backend: backend == "nccl",

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.training.record import Record, exceeds
+from megatron_lite.training.held import exceeds
+from megatron_lite.training.record import Record
 
 EPSILON = 1e-4
 

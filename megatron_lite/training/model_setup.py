@@ -118,7 +118,12 @@ def setup_model_and_optimizer(
         print_rank_0("--optimizer-cpu-offload has no effect here: on a CPU the optimizer's state is in host memory")
     is_scaled, factor = width_transfer(config, optimizer_config.optimizer)
     optimizer = get_megatron_optimizer(
-        optimizer_config, model, scale_lr_cond=is_scaled, lr_mult=factor, pg_collection=pg_collection
+        optimizer_config,
+        model,
+        scale_lr_cond=is_scaled,
+        lr_mult=factor,
+        pg_collection=pg_collection,
+        dump_param_to_param_group_map=args.dump_param_to_param_group_map,
     )
     scheduler = get_optimizer_param_scheduler(optimizer, args)
     config.grad_scale_func = optimizer.scale_loss

@@ -24,26 +24,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite import collectives, parallel_state
-from megatron_lite.distributed import whole_parameters
 from megatron_lite.enums import ModelType
-from megatron_lite.errors import ConfigError, RankFailure
+from megatron_lite.errors import ConfigError
 from megatron_lite.log import rank_and_world_size
 from megatron_lite.num_microbatches_calculator import unset_num_microbatches_calculator
-from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.process_groups_config import ProcessGroupCollection
-from megatron_lite.sharding import Piece, ShardSpec, whole
 from megatron_lite.training import global_vars
 from megatron_lite.training.arguments import validate_args
 from megatron_lite.training.data_loading import build_train_valid_test_data_iterators
+from megatron_lite.training.held import Held, exceeds, held_gradients, held_weights, join_parts
 from megatron_lite.training.model_setup import setup_model_and_optimizer
 from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import train_step
 from megatron_lite.training.training import start
 
-Held = list[tuple[ShardSpec, Tensor]]  # parts of global tensors
 Counts = dict[tuple[str, str, str], tuple[int, int]]  # (group, kind, purpose) -> calls, bytes
 
 
@@ -169,30 +166,6 @@ def _then(function: Callable[..., Any], what: Callable[[], Any]) -> Callable[...
     return both
 
 
-def held_weights(model: Iterable[nn.Module]) -> Held:
-    """Copies of the parameters that this rank computes with."""
-    held: Held = []
-    model = list(model)
-    whole_parameters(model)
-    for chunk in model:
-        for name, param in chunk.module.named_parameters():  # type: ignore[union-attr]
-            spec = getattr(param, "shard", None) or whole(name, tuple(param.shape))
-            held.append((spec, param.detach().float().clone()))
-    return held
-
-
-def held_gradients(optimizer: MegatronOptimizer) -> Held:
-    """Copies of the gradients that this rank's optimizer is about to step on; without a loss scale."""
-    scale = optimizer.get_loss_scale()
-    held: Held = []
-    for shard in optimizer.shards:
-        flat = shard.main_grad()
-        for part in shard.parts:
-            grad = flat[part.place.start : part.place.end].detach().float().clone().div_(scale)
-            held.append((part.spec(), grad.view(part.param.shape) if part.is_whole else grad))
-    return held
-
-
 def _forget_run() -> None:
     """Undo start-up, so that the next run on this process may have another layout."""
     groups = {group for group in _process_groups() if group is not dist.group.WORLD}
@@ -240,11 +213,6 @@ def joined(ranks: Sequence[RankRecord]) -> Record:
     return Record(first, last, gradients, losses, norms, copies)
 
 
-def exceeds(value: float, worst: float) -> bool:
-    """Whether a difference is worse than the worst so far. Nothing is worse than NaN."""
-    return not math.isnan(worst) and not value <= worst
-
-
 def _number(norm: float | None) -> float:
     return math.nan if norm is None else norm
 
@@ -259,44 +227,3 @@ def _spread(steps: list[list[dict[str, float]]]) -> tuple[float, str]:
             if exceeds(difference, worst):
                 worst, where = difference, f"{key} step {step}".strip()
     return worst, where
-
-
-def join_parts(what: str, ranks: Iterable[Held]) -> tuple[dict[str, Tensor], float, str]:
-    """Global tensors out of all ranks' parts.
-
-    Returns: the tensors by name; the largest difference between two values of one element; the tensor where.
-    Raises: RankFailure naming a tensor of which elements are missing.
-    """
-    tensors: dict[str, Tensor] = {}
-    covered: dict[str, Tensor] = {}
-    worst, where = 0.0, ""
-    for held in ranks:
-        for spec, local in held:
-            if spec.name not in tensors:
-                tensors[spec.name] = torch.zeros(spec.global_shape)
-                covered[spec.name] = torch.zeros(spec.global_shape, dtype=torch.bool)
-            assert tuple(tensors[spec.name].shape) == spec.global_shape, f"{spec.name} has two global shapes"
-            for piece in spec.pieces:
-                place = piece.global_slices()
-                values, there = _local(piece, local), covered[spec.name][place]
-                if bool(there.any()):
-                    known = tensors[spec.name][place]
-                    # A NaN beside a number differs from it; two NaNs do not differ.
-                    same = (known == values) | (known.isnan() & values.isnan()) | ~there
-                    difference = torch.where(same, 0.0, (known - values).abs()).max().item()
-                    if exceeds(difference, worst):
-                        worst, where = difference, spec.name
-                tensors[spec.name][place] = values
-                covered[spec.name][place] = True
-    missing = [name for name, mask in covered.items() if not bool(mask.all())]
-    if missing:
-        raise RankFailure(f"{what}: no rank holds all of {', '.join(missing[:5])}")
-    return tensors, worst, where
-
-
-def _local(piece: Piece, local: Tensor) -> Tensor:
-    """The piece's values. A part of a parameter is a flat tensor, of which the piece is a run."""
-    if local.dim() == len(piece.shape):
-        return local[piece.local_slices()]
-    (begin,) = piece.local_offset
-    return local[begin : begin + math.prod(piece.shape)].view(piece.shape)

@@ -32,10 +32,12 @@ from megatron_lite.training.checkpoint_args import (
     has_vocabulary_of,
 )
 from megatron_lite.training.configs import (
+    DiagnosticsConfig,
     DistributedInitConfig,
     ExpertsConfig,
     LoggingConfig,
     PipelineConfig,
+    ProfileConfig,
     SchedulerConfig,
     ValidationConfig,
 )
@@ -175,7 +177,11 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
         "exit_interval exit_duration_in_mins exit_signal_handler exit_signal exit_signal_handler_for_dataloader",
         (CheckpointConfig,),
     ),
-    (LOGGED, "moe_per_layer_logging", (LoggingConfig, ExpertsConfig)),
+    (
+        LOGGED,
+        "moe_per_layer_logging config_logger_dir",
+        (LoggingConfig, ProfileConfig, DiagnosticsConfig, ExpertsConfig),
+    ),
     (EVALUATED, "valid_data_path test_data_path output_bert_embeddings", (ValidationConfig,)),
     (
         STARTED,

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from importlib.util import find_spec
-from typing import Any
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.families import family_of
 from megatron_lite.training.rule import Rule, both, count_given, exclusive, flag_of, missing, positive
 from megatron_lite.training.rules_faults import FAULTS
-
-
-def _without_package(a: Namespace) -> bool | dict[str, Any]:
-    """A flag that was given, and the optional package that it needs and this environment lacks."""
-    for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
-        try:
-            if getattr(a, name) and find_spec(package) is None:
-                return {"flag": f"{flag_of(name)} {getattr(a, name)}", "package": package}
-        except ModuleNotFoundError:
-            return {"flag": f"{flag_of(name)} {getattr(a, name)}", "package": package}
-    return False
-
+from megatron_lite.training.rules_logging import LOGGING
 
 GIVEN: tuple[Rule, ...] = (
     *FAULTS,
@@ -437,25 +424,7 @@ GIVEN: tuple[Rule, ...] = (
         "the schedule is stored with the optimizer's state, which would not be read",
         "--override-opt_param-scheduler, or leave one of them out",
     ),
-    # -- logging
-    Rule(
-        lambda a: bool(a.wandb_project) and not a.wandb_exp_name,
-        "--wandb-project {wandb_project} without --wandb-exp-name",
-        "a run of W&B has a name",
-        "--wandb-exp-name NAME",
-    ),
-    Rule(
-        lambda a: _without_package(a),
-        "{flag} needs the package {package}, which is not installed",
-        "the run is logged by it",
-        "pip install {package}, or leave the flag out",
-    ),
-    Rule(
-        lambda a: a.profile and a.profile_step_end <= a.profile_step_start,
-        "--profile-step-start {profile_step_start} --profile-step-end {profile_step_end}",
-        "the profile ends before it starts",
-        "a larger --profile-step-end",
-    ),
+    *LOGGING,
     # -- buckets
     exclusive("ddp_bucket_size", "ddp_num_buckets", "the number of buckets is another way to say their size"),
     *(positive(name) for name in ("ddp_bucket_size", "ddp_num_buckets")),

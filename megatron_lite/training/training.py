@@ -39,17 +39,16 @@ from megatron_lite.training.arguments import print_args, save_config
 from megatron_lite.training.batch import skip_batch
 from megatron_lite.training.checkpointing import load_checkpoint, save_checkpoint, will_load_checkpoint
 from megatron_lite.training.data_loading import DatasetsProvider, RunData, build_train_valid_test_data_iterators
+from megatron_lite.training.diagnostics import Diagnostics
 from megatron_lite.training.evaluation import EvaluationSet, collect_non_loss_data, evaluate
-from megatron_lite.training.expert_log import collect
 from megatron_lite.training.fault_handling import SignalWatch, agree, exit_reason
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.initialize import initialize_megatron
 from megatron_lite.training.launch import program_start
-from megatron_lite.training.model_setup import ModelProvider, params_norm, print_datetime, setup_model_and_optimizer
+from megatron_lite.training.model_setup import ModelProvider, print_datetime, setup_model_and_optimizer
 from megatron_lite.training.profiling import Profiler
 from megatron_lite.training.progress_file import append_progress
 from megatron_lite.training.report import write_report
-from megatron_lite.training.routing_trace import RoutingTrace
 from megatron_lite.training.saving import Saves
 from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.train_step import train_step
@@ -140,11 +139,10 @@ def run(
     finally:
         loop.saves.close()
         loop.log.close()
-        loop.profiler.stop()
+        loop.profiler.close()
         if watch is not None:
             watch.close()
-        if loop.routing_trace is not None:
-            loop.routing_trace.close()
+        loop.diagnostics.close()
     if args.save and rank_and_world_size()[0] == 0:
         _report(args)
 
@@ -185,8 +183,8 @@ class Loop:
         train, self.valid_data, self.test_data = data
         self.train_data = None if train is None else for_chunks(train, args, pg_collection)
         self.log = TrainingLog(args, args.timers, pg_collection)
-        self.profiler = Profiler(args)
-        self.routing_trace = RoutingTrace(args, model) if args.moe_routing_trace_path else None
+        self.profiler = Profiler(args, model)
+        self.diagnostics = Diagnostics(args, model, optimizer, pg_collection)
         self.process_non_loss_data_func = process_non_loss_data_func
         self.exit_signal = SignalWatch(args.exit_signal) if args.exit_signal_handler else None
         self.saves = Saves(args, model, optimizer, scheduler)
@@ -205,6 +203,7 @@ class Loop:
             print_rank_0("training ...")
             if not self._train():
                 return
+        self.log.energy.report()
         print_datetime("after training is done")
         if not args.skip_train:
             self._save(final=True)
@@ -262,6 +261,7 @@ class Loop:
         hashes = args.check_weight_hash_across_dp_replicas_interval
         if hashes and iteration % hashes == 0:
             self._pause(lambda: check_weight_hashes(self.model, iteration, self.pg_collection))
+        self.profiler.after_step(iteration)
         due = args.eval_interval and iteration % args.eval_interval == 0
         if due and iteration >= (args.start_eval_at_iter or 0) and self.valid_data:
             self._pause(lambda: self._evaluate(self.valid_data, f"iteration {iteration}"))
@@ -276,8 +276,7 @@ class Loop:
     def _step(self, iteration: int, batch: int) -> None:
         args = self.args
         assert self.optimizer is not None and self.scheduler is not None, "this run was set up without training"
-        if self.routing_trace is not None:
-            self.routing_trace.before_step(iteration)
+        self.diagnostics.before_step(iteration)
         try:
             with self.log.communication.step():
                 result = train_step(
@@ -296,14 +295,7 @@ class Loop:
         args.consumed_train_samples += batch
         args.num_floating_point_operations_so_far += num_floating_point_operations(args, batch)
         args.loss_scale_now = float(self.optimizer.get_loss_scale())
-        norm = None
-        if args.log_params_norm:
-            norm = params_norm(self.model, self.pg_collection)
-        experts = None
-        if args.num_experts:
-            layers = args.num_layers + (getattr(args, "mtp_num_layers", None) or 0)
-            experts = collect(self.model, layers, args.num_experts, self.pg_collection)
-        self.log.step(iteration, result, batch, norm, experts)
+        self.log.step(iteration, result, batch, self.diagnostics.after_step(iteration))
         if self._timeout_after_init is not None:  # the first iteration may take long: it makes NCCL's communicators
             set_timeout(self.pg_collection, timedelta(seconds=self._timeout_after_init))
             if self.watch is not None:
@@ -339,11 +331,13 @@ class Loop:
         """Do something that is not part of an iteration's time."""
         timer = self.args.timers("interval-time")
         timer.stop()
+        self.log.energy.pause()
         if self.args.manual_gc and self.args.manual_gc_eval:
             gc.collect()
         action()
         if self.args.manual_gc and self.args.manual_gc_eval:
             gc.collect(generation=0)
+        self.log.energy.start()
         timer.start(barrier=True)
 
     def _evaluate(

@@ -32,7 +32,10 @@ from megatron_lite.timers import Timers
 from megatron_lite.training import global_vars
 from megatron_lite.training.communication_log import CommunicationLog, as_text
 from megatron_lite.training.derived import tokens_per_sample
+from megatron_lite.training.diagnostics import Measured
+from megatron_lite.training.energy import EnergyMeter
 from megatron_lite.training.evaluation import perplexity, result_line, validation_tag
+from megatron_lite.training.event_files import forget_after
 from megatron_lite.training.expert_log import ExpertLog, ExpertStatistics
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.memory_estimate import memory_of
@@ -78,6 +81,7 @@ class TrainingLog:
         self.metrics = _metrics_file(args) if self.is_last_rank else None
         self.communication = CommunicationLog(args.log_communication)
         self.experts = ExpertLog(args)
+        self.energy = EnergyMeter(args.log_energy, args.device)
         self._sums: dict[str, float] = {}
         self._counted = self._skipped = self._nan = 0
         self._iterations = self._tokens = 0
@@ -92,14 +96,9 @@ class TrainingLog:
         iteration: int,
         result: StepResult,
         batch_size: int,
-        params_norm: float | None,
-        experts: ExpertStatistics | None = None,
+        measured: Measured,
     ) -> None:
-        """Note a step; at the log interval print the line.
-
-        Args:
-            experts: what the step's routers counted.
-        """
+        """Note a step; at the log interval print the line."""
         args = self.args
         self._iterations += 1
         self._tokens += batch_size * tokens_per_sample(args)
@@ -110,17 +109,28 @@ class TrainingLog:
             self._counted += 1
             for key, loss in result.losses.items():
                 self._sums[key] = self._sums.get(key, 0.0) + loss
-        if experts is not None:
-            self._experts(iteration, experts)
+        if measured.experts is not None:
+            self._experts(iteration, measured.experts)
         if iteration % args.tensorboard_log_interval == 0:
-            self._scalars(iteration, result, batch_size, params_norm)
+            self._scalars(iteration, result, batch_size, measured)
+        if args.log_memory_interval and iteration % args.log_memory_interval == 0:
+            self._report_memory = True
         if iteration % args.log_interval == 0 or iteration == args.train_iters:
-            self._line(iteration, result, batch_size, params_norm, ends=True)
+            self._line(iteration, result, batch_size, measured, ends=True)
             self._start_over()
         elif iteration == self._first_iteration + 1:  # so that a run shows at once that it learns; sums go on
-            self._line(iteration, result, batch_size, params_norm, ends=False)
+            self._line(iteration, result, batch_size, measured, ends=False)
         elif self._progress_line:
             self._progress(iteration, result)
+        self._memory(iteration)
+
+    def _memory(self, iteration: int) -> None:
+        """Memory, where it is to be told and was not yet."""
+        if self._report_memory:
+            self._report_memory = False
+            self._clear_progress()
+            whole_device = self.args.log_device_memory_used
+            print_memory(iteration, self.args.device, self.pg_collection, whole_device=whole_device)
 
     def _experts(self, iteration: int, found: ExpertStatistics) -> None:
         args = self.args
@@ -132,7 +142,7 @@ class TrainingLog:
         if interval and iteration % interval == 0 and self.is_last_rank:
             self.experts.write_counts(iteration, found)
 
-    def _scalars(self, iteration: int, result: StepResult, batch_size: int, params_norm: float | None) -> None:
+    def _scalars(self, iteration: int, result: StepResult, batch_size: int, measured: Measured) -> None:
         args = self.args
         both: dict[str, float | int | None] = {
             "learning-rate": result.learning_rate,
@@ -142,13 +152,15 @@ class TrainingLog:
             "world-size": self.world_size if args.log_world_size_to_tensorboard else None,
             "grad-norm": result.grad_norm,
             "num-zeros": result.num_zeros,
-            "params-norm": params_norm,
+            "params-norm": measured.params_norm,
         }
         for tag, value in both.items():
             if value is not None:
                 self.scalar(tag, value, iteration)
                 if self.writer:
                     self.writer.add_scalar(f"{tag} vs samples", value, args.consumed_train_samples)
+        if measured.max_attention_logit is not None:
+            self.scalar("max_attention_logit", measured.max_attention_logit, iteration)
         if args.skipped_train_samples > 0:
             self.scalar("skipped-train-samples", args.skipped_train_samples, iteration)
         if args.log_memory_to_tensorboard and args.device.type != "cuda":
@@ -171,7 +183,7 @@ class TrainingLog:
             self.wandb.log({tag: value}, iteration)
 
     # -- the line ------------------------------------------------------------------------------------------------
-    def _line(self, iteration: int, result: StepResult, batch_size: int, params_norm: float | None, ends: bool) -> None:
+    def _line(self, iteration: int, result: StepResult, batch_size: int, measured: Measured, ends: bool) -> None:
         """The line. `ends`: it closes its interval, whose iterations it averages."""
         args = self.args
         seconds = self.timers("interval-time").elapsed(reset=ends, barrier=True) / self._iterations
@@ -184,6 +196,10 @@ class TrainingLog:
         line += f" elapsed time per iteration (ms): {seconds * 1000.0:.1f} |"
         if args.log_throughput:
             line += f" throughput per GPU (TFLOP/s/GPU): {throughput:.1f} |"
+        energy = self.energy.read(reset=ends)
+        if energy is not None:
+            energy = energy[0] / self._iterations, energy[1]
+            line += f" energy per GPU (J/iter/GPU): {energy[0]:.1f} | power per GPU (W/GPU): {energy[1]:.1f} |"
         line += f" learning rate: {result.learning_rate:.6E} |"
         line += f" global batch size: {batch_size:5d} |"
         means = {key: total / max(self._counted, 1) for key, total in self._sums.items()}
@@ -200,10 +216,12 @@ class TrainingLog:
             line += f" grad norm: {result.grad_norm:.3f} |"
         if result.num_zeros is not None:
             line += f" num zeros: {int(result.num_zeros)} |"
-        if params_norm is not None:
-            line += f" params norm: {params_norm:.3f} |"
+        if measured.params_norm is not None:
+            line += f" params norm: {measured.params_norm:.3f} |"
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nan:3d} |"
+        if measured.max_attention_logit is not None:
+            line += f" max attention logit: {measured.max_attention_logit:.3f} |"
         self._clear_progress()
         print_rank_last(line)
         self.write_metrics(
@@ -218,20 +236,23 @@ class TrainingLog:
                 "elapsed_ms": seconds * 1000.0,
                 "tokens_per_s": self._tokens / self._iterations / seconds,
                 "tflops_per_device": throughput,
+                **({"joules_per_device": energy[0], "watts_per_device": energy[1]} if energy else {}),
+                **({"max_attention_logit": logit} if (logit := measured.max_attention_logit) is not None else {}),
                 "skipped_iterations": self._skipped,
                 "nan_iterations": self._nan,
                 **({"communication": self.communication.rows()} if self.communication.enabled else {}),
             }
         )
+        if energy is not None:
+            self.scalar("iter-energy/gpu", energy[0], iteration)
+            self.scalar("power/gpu", energy[1], iteration)
         if args.log_timers_to_tensorboard:
             self.scalar("iteration-time", seconds, iteration)
             if args.log_throughput:
                 self.scalar("throughput", throughput, iteration)
             if ends:
                 self.timers.write(_TIMERS, self.writer, iteration, normalizer=self._iterations, reset=False)
-        if self._report_memory:
-            self._report_memory = False
-            print_memory(iteration, args.device, self.pg_collection)
+        self._memory(iteration)
         if self.communication.enabled:
             print_rank_last(as_text(self.communication.rows(), rank_and_world_size()[0]))
         if ends:
@@ -295,6 +316,7 @@ class TrainingLog:
 
     def start_interval(self) -> None:
         """Begin to time the iterations of the next line."""
+        self.energy.start()
         self.timers("interval-time", log_level=0).start(barrier=True)
 
     def flush(self) -> None:
@@ -329,9 +351,9 @@ def _tensorboard(args: Namespace) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # a second of imports, only for those who want it
 
     say(f"> setting tensorboard ... ({args.tensorboard_dir})")
-    # A run that was killed after its last save wrote steps that are now done again: they are no longer shown.
-    again = args.iteration + 1 if args.iteration else None
-    writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size, purge_step=again)
+    if args.iteration:  # a run that was killed after its last save wrote steps that are now done again
+        forget_after(args.tensorboard_dir, args.iteration, args.consumed_train_samples)
+    writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
     for name, value in sorted(vars(args).items()):
         writer.add_text(name, str(value), global_step=args.iteration)
     return writer
@@ -399,8 +421,14 @@ def _experts_line(args: Namespace) -> list[str]:
     ]
 
 
-def print_memory(iteration: int, device: torch.device, pg_collection: ProcessGroupCollection) -> None:
-    """Measured memory, by every rank that is the first of its data-parallel group."""
+def print_memory(
+    iteration: int, device: torch.device, pg_collection: ProcessGroupCollection, *, whole_device: bool = False
+) -> None:
+    """Measured memory, by every rank that is the first of its data-parallel group.
+
+    Args:
+        whole_device: also what all processes use of the device, as its driver (or the system) sees it.
+    """
     if collectives.group_rank(pg_collection.dp_cp) != 0:
         return
     rank, _ = rank_and_world_size()
@@ -415,7 +443,23 @@ def print_memory(iteration: int, device: torch.device, pg_collection: ProcessGro
         )
     else:
         text += f" | max resident: {_max_resident_bytes() / mib:.1f}"
+    if whole_device:
+        used = _device_bytes_used(device)
+        text += f" | total device memory used: {'unknown' if used is None else format(used / mib, '.1f')}"
     say(text)
+
+
+def _device_bytes_used(device: torch.device) -> int | None:
+    """By all processes together; of a CPU the machine's memory, where Linux tells it."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        return (kib["MemTotal"] - kib["MemAvailable"]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def _max_resident_bytes() -> int:

@@ -36,7 +36,8 @@ from megatron_lite.context_parallel.visibility import SegmentMask, Visible
 from megatron_lite.errors import ConfigError
 from megatron_lite.fusions.attention import MASKED, attention
 from megatron_lite.fusions.backends import matmul_kernel
-from megatron_lite.fusions.block_attention import Arithmetic, draw_seed
+from megatron_lite.fusions.block_attention import Arithmetic, Kernel, draw_seed
+from megatron_lite.fusions.largest_score import LargestScore
 from megatron_lite.initialization import set_init
 from megatron_lite.packed_seq_params import PackedSeqParams
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -126,6 +127,7 @@ class DotProductAttention(MegatronModule):
         self.softmax_scale = config.score_scale(config.kv_channels) if softmax_scale is None else softmax_scale
         self.window = config.window_size if is_layer_window_attention(config, self.layer_number) else None
         self.sink = config.softmax_type != "vanilla"
+        self.largest_score: LargestScore | None = None  # set by who wants to know it
         backend = config.attention_backend
         self.backend = backend if isinstance(backend, AttnBackend) else AttnBackend[backend]
         if self.sink and self.backend in (AttnBackend.flash, AttnBackend.fused):
@@ -191,6 +193,8 @@ class DotProductAttention(MegatronModule):
         sq, b, heads, _ = query.shape
         hidden, causal = self._what_is_hidden(attention_mask, mask_type, sq, key)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, n, s, hn], views
+        if self.largest_score is not None:
+            self.largest_score.note(q, k, hidden, causal and sq > 1, self.softmax_scale, attention_bias)
         dropout = self.dropout_p if self.training else 0.0
         backend = self._choose(q, k, hidden, mask_type, dropout, attention_bias)
         # Heads differ between tensor-parallel ranks, so their masks must too. Under sequence parallelism the block has
@@ -239,9 +243,8 @@ class DotProductAttention(MegatronModule):
         region = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
         with region:
             seed = draw_seed(query.device) if dropout else 0
-        arithmetic = Arithmetic(
-            "flash" if backend is AttnBackend.flash else "products", self.softmax_scale, dropout, seed
-        )
+        kernel: Kernel = "flash" if backend is AttnBackend.flash else "products"
+        arithmetic = Arithmetic(kernel, self.softmax_scale, dropout, seed, self.largest_score)
         y = self.blockwise(
             query,
             key,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite import collectives
+from megatron_lite.config_logger import log_config_to_disk
 from megatron_lite.errors import ConfigError
 from megatron_lite.pipeline_parallel.stage_layout import StageLayout, stage_layout
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -112,6 +113,7 @@ class TransformerBlock(MegatronModule):
         vp_stage: int | None = None,
         held: range | None = None,
     ):
+        log_config_to_disk(config, locals())
         super().__init__(config)
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.post_layer_norm, self.pre_process, self.post_process = post_layer_norm, pre_process, post_process

@@ -64,6 +64,7 @@ def test_C040_C137_twenty_iterations_equal_seven_killed_seven_and_six(tmp_path):
     assert seen == expected
     steps = tensorboard_steps(tmp_path / "tb", "lm loss")  # C137: steps go on, and none is there twice
     assert steps == sorted(set(steps)) and set(range(8, 21)) <= set(steps)
+    assert tensorboard_steps(tmp_path / "tb", "lm loss vs samples") == [8 * step for step in steps]
 
     losses = whole.values("lm loss")
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.1, "a dead model would pass the rest"

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from megatron_lite import collectives
+from megatron_lite.config_logger import log_config_to_disk
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError
 from megatron_lite.initialization import deferred_initialization
@@ -155,6 +156,7 @@ class T5Model(LanguageModule):
         lm_head_bias: bool = True,
         scaled_logits: bool = False,
     ):
+        log_config_to_disk(config, locals())
         super().__init__(config, pg_collection)
         _check(config, position_embedding_type, fp16_lm_cross_entropy, add_encoder or add_decoder)
         self.encoder_config, self.vocab_size, self.max_sequence_length = encoder_config, vocab_size, max_sequence_length

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite import collectives
+from megatron_lite.config_logger import log_config_to_disk
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError
 from megatron_lite.initialization import deferred_initialization
@@ -79,6 +80,7 @@ class BertModel(LanguageModule):
         *,
         rotary_base: float = 10000,
     ):
+        log_config_to_disk(config, locals())
         super().__init__(config, pg_collection)
         if position_embedding_type not in POSITIONS:
             raise ConfigError(

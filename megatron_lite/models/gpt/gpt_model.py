@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_lite import collectives
+from megatron_lite.config_logger import log_config_to_disk
 from megatron_lite.context_parallel.visibility import SegmentMask
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError
@@ -79,6 +80,7 @@ class GPTModel(LanguageModule):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ):
+        log_config_to_disk(config, locals())
         super().__init__(config, pg_collection)
         if position_embedding_type not in ("learned_absolute", *ROTARY, "none"):
             raise ConfigError(

@@ -97,7 +97,9 @@ ON = {
     "tensorboard_log_interval": {"wandb_project": "x"},
     "tensorboard_queue_size": {"tensorboard_dir": "x"},
     "wandb_exp_name": {"wandb_project": "x"},
+    "profile_ranks": {"profile": True},
     "profile_*": {"profile": True},
+    "memory_snapshot_path": {"record_memory_history": True},
 }
 # What switches those off that are on by default.
 OFF = {
@@ -154,6 +156,9 @@ ALWAYS = """
     padded_vocab_size make_vocab_size_divisible_by pad_vocab_size vocab_extra_ids retro_project_dir
     retro_add_retriever retro_cyclic_train_iters use_mup mlp_chunks_for_training output_logit_dtype freeze_all_layers
     disable_bf16_reduced_precision_matmul check_weight_hash_across_dp_replicas_interval
+    config_logger_dir record_memory_history dump_param_to_param_group_map log_memory_interval log_device_memory_used
+    log_max_attention_logit log_energy save_params_interval save_activations_interval save_wgrads_interval
+    save_dgrads_interval train_sync_interval
 """.split()
 FLAGS = {flag.dest: flag for config in CONFIGS for flag in flags_of(config)}
 # (the row's first name, the name of a flag), by the row that tells it first.
@@ -206,7 +211,7 @@ def test_flags_of_a_device_that_is_not_there_are_told(run):
     args = Namespace(**{**vars(run), "typed": names})
     assert idle_on_device(args, FLAGS.values(), "cuda", "nccl") == []
     assert idle_on_device(args, FLAGS.values(), "cpu", "gloo") == [
-        "--empty-unused-memory-level: no effect without CUDA",
+        "--empty-unused-memory-level --train-sync-interval: no effect without CUDA",
         "--nccl-communicator-config-path --high-priority-stream-groups --use-nccl-ub: no effect without NCCL",
     ]
 

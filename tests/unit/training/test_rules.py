@@ -354,6 +354,7 @@ BROKEN = [
     ("--eval-interval 0", "", ["--eval-interval 0"]),
     ("--log-interval 0", "", ["--log-interval 0"]),
     ("--wandb-project x", "", ["--wandb-exp-name"]),
+    ("--save-wgrads-interval 5", "", ["--save-wgrads-interval 5 without --save", "--save FOLDER"]),
     ("--profile --profile-step-start 5 --profile-step-end 5", "", ["--profile-step-end 5"]),
 ]
 
@@ -415,6 +416,8 @@ POSITIVE = (
     "train-samples rotary-seq-len-interpolation-factor ckpt-step distributed-timeout-minutes ddp-bucket-size "
     "distributed-timeout-seconds-after-init num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
     "microbatch-group-size-per-virtual-pipeline-stage check-weight-hash-across-dp-replicas-interval "
+    "train-sync-interval log-memory-interval save-params-interval save-activations-interval save-wgrads-interval "
+    "save-dgrads-interval "
     "pipeline-model-parallel-size context-parallel-size expert-model-parallel-size tensor-model-parallel-size"
 )
 MORE: list[tuple[str, str, list[str]]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +28,17 @@ def global_names(model: nn.Module) -> dict[str, str]:
     `decoder.layers.0.mlp...` on a stage that starts at layer 4 is `decoder.layers.4.mlp...`, and `local_experts.0` of a
     rank whose first expert is number 2 is `local_experts.2`.
     """
+    names = (name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
+    return _numbered(model, names)
+
+
+def global_module_names(model: nn.Module) -> dict[str, str]:
+    """The same for modules."""
+    return _numbered(model, (name for name, _ in model.named_modules()))
+
+
+def _numbered(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Names -> the same with the numbers that layers and experts have in the whole model."""
     numbers = {}  # name of a layer or an expert -> its number among all
     for name, module in model.named_modules():
         layer, expert = getattr(module, "layer_number", None), getattr(module, "expert_number", None)
@@ -34,12 +46,12 @@ def global_names(model: nn.Module) -> dict[str, str]:
             numbers[name] = layer - 1
         elif expert is not None:
             numbers[name] = expert
-    names = {}
-    for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+    found = {}
+    for name in names:
         words = name.split(".")
         prefixes = (".".join(words[: i + 1]) for i in range(len(words)))
-        names[name] = ".".join(str(numbers.get(prefix, word)) for prefix, word in zip(prefixes, words))
-    return names
+        found[name] = ".".join(str(numbers.get(prefix, word)) for prefix, word in zip(prefixes, words))
+    return found
 
 
 def mark_output_layer(layer: ColumnParallelLinear, config: TransformerConfig) -> None:
