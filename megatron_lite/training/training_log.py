@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -40,6 +39,7 @@ from megatron_lite.training.expert_log import ExpertLog, ExpertStatistics
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.memory_estimate import memory_of
 from megatron_lite.training.train_step import StepResult
+from megatron_lite.training.wandb_log import WandbLog
 from megatron_lite.transformer.moe.moe_rules import moe_layers
 
 # As in Megatron, without the levels; those that never ran are left out when printed.
@@ -75,9 +75,9 @@ class TrainingLog:
         rank, world_size = rank_and_world_size()
         self.is_last_rank, self.world_size = rank == world_size - 1, world_size
         self.writer = _tensorboard(args) if self.is_last_rank else None
-        self.wandb = _wandb(args) if self.is_last_rank else None
+        self.wandb = WandbLog(args) if self.is_last_rank and args.wandb_project else None
         global_vars.set_tensorboard_writer(self.writer)
-        global_vars.set_wandb_writer(self.wandb)
+        global_vars.set_wandb_writer(self.wandb.package if self.wandb else None)
         self.metrics = _metrics_file(args) if self.is_last_rank else None
         self.communication = CommunicationLog(args.log_communication)
         self.experts = ExpertLog(args)
@@ -137,7 +137,7 @@ class TrainingLog:
         self.experts.step(found)
         if iteration % args.tensorboard_log_interval == 0:
             for tag, value in self.experts.scalars(found).items():
-                self.scalar(tag, value, iteration)
+                self.add_scalar(tag, value, iteration)
         interval = args.save_tokens_per_expert_interval
         if interval and iteration % interval == 0 and self.is_last_rank:
             self.experts.write_counts(iteration, found)
@@ -156,15 +156,17 @@ class TrainingLog:
         }
         for tag, value in both.items():
             if value is not None:
-                self.scalar(tag, value, iteration)
+                self.add_scalar(tag, value, iteration)
                 if self.writer:
                     self.writer.add_scalar(f"{tag} vs samples", value, args.consumed_train_samples)
+        if self.wandb:
+            self.wandb.add_scalar("samples vs steps", args.consumed_train_samples, iteration)
         if measured.max_attention_logit is not None:
-            self.scalar("max_attention_logit", measured.max_attention_logit, iteration)
+            self.add_scalar("max_attention_logit", measured.max_attention_logit, iteration)
         if args.skipped_train_samples > 0:
-            self.scalar("skipped-train-samples", args.skipped_train_samples, iteration)
+            self.add_scalar("skipped-train-samples", args.skipped_train_samples, iteration)
         if args.log_memory_to_tensorboard and args.device.type != "cuda":
-            self.scalar("mem-max-resident-bytes", _max_resident_bytes(), iteration)
+            self.add_scalar("mem-max-resident-bytes", _max_resident_bytes(), iteration)
         elif args.log_memory_to_tensorboard:
             stats = torch.cuda.memory_stats()
             for tag, key in (
@@ -173,14 +175,13 @@ class TrainingLog:
                 ("mem-max-allocated-bytes", "allocated_bytes.all.peak"),
                 ("mem-allocated-count", "allocation.all.current"),
             ):
-                self.scalar(tag, stats[key], iteration)
+                self.add_scalar(tag, stats[key], iteration)
 
-    def scalar(self, tag: str, value: float, iteration: int) -> None:
+    def add_scalar(self, tag: str, value: float, iteration: int) -> None:
         """One scalar to TensorBoard and W&B, on the last rank."""
-        if self.writer:
-            self.writer.add_scalar(tag, value, iteration)
-        if self.wandb:
-            self.wandb.log({tag: value}, iteration)
+        for writer in (self.writer, self.wandb):
+            if writer:
+                writer.add_scalar(tag, value, iteration)
 
     # -- the line ------------------------------------------------------------------------------------------------
     def _line(self, iteration: int, result: StepResult, batch_size: int, measured: Measured, ends: bool) -> None:
@@ -244,14 +245,15 @@ class TrainingLog:
             }
         )
         if energy is not None:
-            self.scalar("iter-energy/gpu", energy[0], iteration)
-            self.scalar("power/gpu", energy[1], iteration)
+            self.add_scalar("iter-energy/gpu", energy[0], iteration)
+            self.add_scalar("power/gpu", energy[1], iteration)
         if args.log_timers_to_tensorboard:
-            self.scalar("iteration-time", seconds, iteration)
+            self.add_scalar("iteration-time", seconds, iteration)
             if args.log_throughput:
-                self.scalar("throughput", throughput, iteration)
+                self.add_scalar("throughput", throughput, iteration)
             if ends:
-                self.timers.write(_TIMERS, self.writer, iteration, normalizer=self._iterations, reset=False)
+                everywhere = self if self.is_last_rank else None
+                self.timers.write(_TIMERS, everywhere, iteration, normalizer=self._iterations, reset=False)
         self._memory(iteration)
         if self.communication.enabled:
             print_rank_last(as_text(self.communication.rows(), rank_and_world_size()[0]))
@@ -301,7 +303,7 @@ class TrainingLog:
             if args.log_validation_ppl_to_tensorboard:
                 values[f"{key} {called} ppl"] = perplexity(loss)
             for tag, value in values.items():
-                self.scalar(tag, value, iteration)
+                self.add_scalar(tag, value, iteration)
                 if self.writer:
                     self.writer.add_scalar(f"{tag} vs samples", value, args.consumed_train_samples)
         of_set = {f"{key} ({name})": loss for key, loss in losses.items()} if name else losses
@@ -323,6 +325,8 @@ class TrainingLog:
         """Make what was written visible to readers."""
         if self.writer:
             self.writer.flush()
+        if self.wandb:
+            self.wandb.register_checkpoint()
 
     def close(self) -> None:
         """End the files."""
@@ -357,22 +361,6 @@ def _tensorboard(args: Namespace) -> Any:
     for name, value in sorted(vars(args).items()):
         writer.add_text(name, str(value), global_step=args.iteration)
     return writer
-
-
-def _wandb(args: Namespace) -> Any:
-    if not args.wandb_project:
-        return None
-    import wandb  # optional; `rules` has checked that it is installed
-
-    folder = args.wandb_save_dir or os.path.join(args.save or ".", "wandb")
-    os.makedirs(folder, exist_ok=True)
-    config = {
-        name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, list, type(None)))
-    }
-    wandb.init(
-        project=args.wandb_project, name=args.wandb_exp_name, entity=args.wandb_entity, dir=folder, config=config
-    )
-    return wandb
 
 
 def _metrics_file(args: Namespace) -> Any:
