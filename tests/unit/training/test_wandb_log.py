@@ -107,8 +107,8 @@ def test_the_real_package_keeps_a_run_on_disk_and_goes_on_with_it(monkeypatch, t
         (tmp_path / f"iter_{end:07d}").mkdir()
         (tmp_path / f"iter_{end:07d}" / "weights").write_text("x")
         log.finish()
-    assert len({path.name.rpartition("-")[2] for path in tmp_path.rglob("offline-run-*")}) == 1
-    found = [row for path in sorted(tmp_path.rglob("run-*.wandb")) for row in history(path)]
+    assert len({path.name.split("-")[3] for path in tmp_path.rglob("offline-run-*")}) == 1
+    found = [row for path in sorted(tmp_path.rglob("run-*.wandb"), key=mtime) for row in history(path)]
     assert [(row["_step"], row["lm loss"], row["grad-norm"]) for row in found] == [
         *((step, 1.0 / step, 2.0) for step in range(1, 5)),
         *((step, 1.0 / step, 2.0) for step in range(4, 7)),
@@ -131,3 +131,7 @@ def history(path):
             keys = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             rows.append({**keys, "_step": record.history.step.num})
     return rows
+
+
+def mtime(path):
+    return path.stat().st_mtime
