@@ -1,6 +1,7 @@
 """W&B: what is sent, and the real package offline."""
 
 import json
+import struct
 import sys
 from argparse import Namespace
 from types import ModuleType, SimpleNamespace
@@ -120,17 +121,34 @@ def test_the_real_package_keeps_a_run_on_disk_and_goes_on_with_it(monkeypatch, t
 def history(path):
     """The rows of a file of the package."""
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
-    store = DataStore()
-    store.open_for_scan(str(path))
     rows = []
-    while (data := store.scan_data()) is not None:
+    for data in records(path.read_bytes()):
         record = Record.FromString(data)
         if record.WhichOneof("record_type") == "history":
-            keys = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            rows.append({**keys, "_step": record.history.step.num})
+            rows.append(
+                {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
+            rows[-1]["_step"] = record.history.step.num
     return rows
+
+
+def records(data):
+    """The package writes LevelDB's log format: 7 bytes, then blocks of 32 KiB of (crc, length, kind, bytes)."""
+    at, parts = 7, []
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if kind == 0:
+            return
+        parts.append(data[at + 7 : at + 7 + length])
+        if kind in (1, 4):  # whole, or the last part of several
+            yield b"".join(parts)
+            parts = []
+        at += 7 + length
 
 
 def mtime(path):
