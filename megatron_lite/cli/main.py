@@ -43,6 +43,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "megatron_lite.cli.dry_run",
         "may a run of N ranks start, and what would each hold? Needs none of them",
     ),
+    "heartbeat": ("megatron_lite.cli.heartbeat", "does the run that writes this --heartbeat-file live?"),
     "report": ("megatron_lite.cli.report", "loss.png and report.html of a run"),
 }
 

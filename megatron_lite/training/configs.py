@@ -114,6 +114,9 @@ class TrainingConfig:
     exit_duration_in_mins: int | None = flag(None, "Stop, after saving, this long after the start.", unit="minutes")
     exit_signal_handler: bool = flag(False, "On the exit signal: finish the step, save, leave.")
     exit_signal: int = flag(15, "Which signal the handler waits for, number or name.", kind="signal")
+    exit_signal_handler_for_training: bool = flag(
+        False, "On SIGINT and SIGTERM: finish the step, leave in order, without a save."
+    )
     exit_signal_handler_for_dataloader: bool = flag(
         False, "Processes that read data do not die of the exit signal. On with --exit-signal-handler."
     )
@@ -317,6 +320,13 @@ class LoggingConfig:
     log_communication: bool = flag(
         False, "What a step moves between ranks, by group and purpose: calls and MiB. Not in Megatron."
     )
+    heartbeat_file: str | None = flag(
+        None, "File that says how far the run is, replaced once a second: `megatron-lite heartbeat`. Not in Megatron."
+    )
+    log_straggler: bool = flag(False, "At the log interval: which ranks compute fastest and slowest.")
+    straggler_ctrlr_port: int = flag(65535, "Port of rank 0 where a GET of / switches --log-straggler on and off.")
+    straggler_minmax_count: int = flag(1, "Ranks that are listed at both ends.", unit="ranks")
+    disable_straggler_on_startup: bool = flag(False, "--log-straggler begins when its port is told to.")
     log_progress: bool = flag(False, "Append to progress.txt in the save folder.")
     logging_level: int | None = flag(None, "Level of Python's logging.")
 
@@ -406,6 +416,24 @@ class DistributedInitConfig:
     distributed_timeout_minutes: int = flag(10, "How long a collective may take.", unit="minutes")
     distributed_timeout_seconds_after_init: int | None = flag(
         None, "How long a collective may take once the first iteration is done.", unit="seconds"
+    )
+    flight_recorder_dump_path: str | None = flag(None, "NCCL: folder of traces of its last collectives.")
+    flight_recorder_trace_buffer_size: int = flag(2000, "NCCL: collectives that a trace holds.")
+    flight_recorder_dump_on_timeout: bool = flag(
+        True,
+        "NCCL: write no trace when a collective times out.",
+        off=("--no-flight-recorder-dump-on-timeout", "--disable-flight-recorder-dump-on-timeout"),
+    )
+    flight_recorder_include_stack_trace: bool = flag(False, "NCCL: stacks in the trace.")
+    flight_recorder_include_only_active: bool = flag(
+        True,
+        "NCCL: collectives that are done as well in the trace.",
+        off=("--no-flight-recorder-include-only-active", "--disable-flight-recorder-include-only-active"),
+    )
+    flight_recorder_extra_dump_on_exec: bool = flag(
+        True,
+        "NCCL: write no trace when a process group ends because of an error.",
+        off=("--no-flight-recorder-extra-dump-on-exec", "--disable-flight-recorder-extra-dump-on-exec"),
     )
     hang_report: bool = flag(
         True,

@@ -1,7 +1,9 @@
 """Reasons to leave before the end: a signal, the clock, an iteration.
 
 Signals only raise a flag; the loop asks once an iteration, over all ranks, so that every rank leaves at the same step.
-SIGUSR1 counts like the exit signal, because schedulers send it ahead of their limit.
+
+    --exit-signal-handler               --exit-signal, and SIGUSR1, which schedulers send ahead of their limit: save
+    --exit-signal-handler-for-training  SIGINT and SIGTERM, where they do not mean a save: leave without one
 """
 
 from __future__ import annotations
@@ -9,26 +11,53 @@ from __future__ import annotations
 import signal
 import time
 from argparse import Namespace
+from collections.abc import Collection
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 
 from megatron_lite import collectives
+from megatron_lite.log import print_rank_0
 from megatron_lite.training.derived import phase_transitions
 from megatron_lite.training.launch import program_start
 
+_SAVES = 1 << 16  # above every signal's number
+
+
+class Exit(NamedTuple):
+    """A reason to stop, as Megatron words it, and whether the state is to be saved before."""
+
+    reason: str
+    saves: bool = True
+
 
 class SignalWatch:
-    """Notes signals instead of dying from them; `received` names the first one that any rank got."""
+    """Notes signals instead of dying from them; `received` is the first one that this rank got.
 
-    def __init__(self, exit_signal: int):
-        self._seen: int = 0
-        self._old = {}
-        for number in {exit_signal, signal.SIGUSR1}:
-            self._old[number] = signal.signal(number, self._note)
+    Args:
+        saving, leaving: signals that ask for a save and an end, and for an end alone.
+    """
+
+    def __init__(self, saving: Collection[int], leaving: Collection[int] = ()):
+        self.received: int = 0
+        self._saving = set(saving)
+        self._old = {number: signal.signal(number, self._note) for number in {*saving, *leaving}}
+
+    @classmethod
+    def of(cls, args: Namespace) -> SignalWatch | None:
+        """The watch that the flags ask for."""
+        saving = {args.exit_signal, signal.SIGUSR1} if args.exit_signal_handler else set()
+        leaving = {signal.SIGINT, signal.SIGTERM} if args.exit_signal_handler_for_training else set()
+        return cls(saving, leaving) if saving | leaving else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._seen = self._seen or number
+        self.received = self.received or number
+
+    @property
+    def code(self) -> int:
+        """For a maximum over ranks: 0, or the signal, those that ask for a save above all others."""
+        return self.received and self.received + _SAVES * (self.received in self._saving)
 
     def restore(self) -> None:
         """Put the former handlers back."""
@@ -41,8 +70,8 @@ class SignalWatch:
         A launcher that has lost a rank sends SIGTERM to the others, and starts anew when the last one is gone.
         """
         self.restore()
-        if self._seen:
-            signal.raise_signal(self._seen)
+        if self.received:
+            signal.raise_signal(self.received)
 
 
 def agree(value: int, device: torch.device) -> int:
@@ -54,17 +83,20 @@ def agree(value: int, device: torch.device) -> int:
     return int(flag.item())
 
 
-def exit_reason(args: Namespace, iteration: int, watch: SignalWatch | None) -> str | None:
-    """Why the run should stop after `iteration`, as Megatron words it; None to go on. The same on every rank."""
-    signalled = watch._seen if watch is not None else 0
+def exit_reason(args: Namespace, iteration: int, watch: SignalWatch | None) -> Exit | None:
+    """Why the run should stop after `iteration`; None to go on. The same on every rank."""
     minutes = args.exit_duration_in_mins
     expired = minutes is not None and (time.time() - program_start()) / 60.0 > minutes
     if watch is not None or minutes is not None:
-        code = agree(signalled * 2 + int(expired), args.device)
-        if code >= 2:
-            return f"exiting program after receiving {signal.Signals(code // 2).name}."
-        if code & 1:
-            return f"exiting program after {(time.time() - program_start()) / 60.0} minutes"
+        code = agree((watch.code if watch is not None else 0) * 2 + int(expired), args.device)
+        number = code // 2
+        if number >= _SAVES:
+            return Exit(f"exiting program after receiving {signal.Signals(number - _SAVES).name}.")
+        if number:
+            print_rank_0("Termination requested. Performing orderly shutdown.")
+            return Exit(f"exiting program after receiving {signal.Signals(number).name}, without a save", saves=False)
+        if code:
+            return Exit(f"exiting program after {(time.time() - program_start()) / 60.0} minutes")
     if (args.exit_interval and iteration % args.exit_interval == 0) or iteration in phase_transitions(args):
-        return f"exiting program at iteration {iteration}"
+        return Exit(f"exiting program at iteration {iteration}")
     return None

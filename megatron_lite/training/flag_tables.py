@@ -23,7 +23,6 @@ CAPABILITIES = {
     "diagnostics": ("this diagnostic", "--log-throughput, --timing-log-level 2, --log-params-norm, --profile"),
     "fp8": ("FP8", "--bf16"),
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
-    "launch": ("this way to stop", "--exit-signal-handler, --exit-interval or --exit-duration-in-mins"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
     "planning": ("the run without its ranks", "run it smaller"),
     "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),

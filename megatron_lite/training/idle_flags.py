@@ -251,6 +251,7 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
     ),
     ("tensorboard_queue_size", lambda a: bool(a.tensorboard_dir), "--tensorboard-dir FOLDER"),
     ("wandb_exp_name wandb_save_dir wandb_entity", lambda a: bool(a.wandb_project), "--wandb-project NAME"),
+    ("straggler_* disable_straggler_on_startup", lambda a: a.log_straggler, "--log-straggler"),
     ("profile_ranks", lambda a: a.profile or a.record_memory_history, "--profile"),
     ("profile_* use_pytorch_profiler pytorch_profiler_* nvtx_ranges record_shapes", lambda a: a.profile, "--profile"),
     ("memory_snapshot_path", lambda a: a.record_memory_history, "--record-memory-history"),
@@ -261,7 +262,7 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
 IDLE_ON_DEVICE: tuple[tuple[str, Callable[[str, str], bool], str], ...] = (
     ("empty_unused_memory_level train_sync_interval", lambda device, backend: device == "cuda", "CUDA"),
     (
-        "nccl_communicator_config_path high_priority_stream_groups use_nccl_ub",
+        "nccl_communicator_config_path high_priority_stream_groups use_nccl_ub flight_recorder_*",
         lambda device, backend: backend == "nccl",
         "NCCL",
     ),

@@ -26,6 +26,7 @@ from megatron_lite.log import print_rank_0, set_rank, warn_rank_0
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA
 from megatron_lite.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_lite.training import flight_recorder
 from megatron_lite.training.arguments import all_flags
 from megatron_lite.training.idle_flags import idle_on_device
 from megatron_lite.training.launch import Launch, read_launch
@@ -133,6 +134,7 @@ def seed_of_rank(args: Namespace, pg_collection: ProcessGroupCollection) -> int:
 def _init_process_group(args: Namespace, launch: Launch) -> None:
     backend = args.distributed_backend if args.device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    flight_recorder.set_up(args, backend)
     if launch.world_size == 1:  # users' scripts may ask torch.distributed for their rank; no port is opened for it
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return

@@ -12,6 +12,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,6 +44,7 @@ from megatron_lite.training.diagnostics import Diagnostics
 from megatron_lite.training.evaluation import EvaluationSet, collect_non_loss_data, evaluate
 from megatron_lite.training.fault_handling import SignalWatch, agree, exit_reason
 from megatron_lite.training.flops import num_floating_point_operations
+from megatron_lite.training.heartbeat import DONE, Heartbeat
 from megatron_lite.training.initialize import initialize_megatron
 from megatron_lite.training.launch import program_start
 from megatron_lite.training.model_setup import ModelProvider, print_datetime, setup_model_and_optimizer
@@ -51,6 +53,7 @@ from megatron_lite.training.progress_file import append_progress
 from megatron_lite.training.report import write_report
 from megatron_lite.training.saving import Saves
 from megatron_lite.training.stage_data import for_chunks
+from megatron_lite.training.straggler import Straggler
 from megatron_lite.training.train_step import train_step
 from megatron_lite.training.training_log import TrainingLog, describe_run
 from megatron_lite.training.upcycling import upcycle
@@ -140,6 +143,8 @@ def run(
         loop.saves.close()
         loop.log.close()
         loop.profiler.close()
+        if loop.straggler is not None:
+            loop.straggler.close()
         if watch is not None:
             watch.close()
         loop.diagnostics.close()
@@ -181,14 +186,21 @@ class Loop:
         self.args, self.model, self.optimizer, self.scheduler = args, model, optimizer, scheduler
         self.forward_step_func, self.pg_collection = forward_step_func, pg_collection
         train, self.valid_data, self.test_data = data
+        self.straggler = Straggler(args) if args.log_straggler else None
+        self.train_step_func = forward_step_func
+        if self.straggler is not None:
+            train, self.train_step_func = self.straggler.timed(train), self.straggler.around(forward_step_func)
         self.train_data = None if train is None else for_chunks(train, args, pg_collection)
         self.log = TrainingLog(args, args.timers, pg_collection)
         self.profiler = Profiler(args, model)
         self.diagnostics = Diagnostics(args, model, optimizer, pg_collection)
         self.process_non_loss_data_func = process_non_loss_data_func
-        self.exit_signal = SignalWatch(args.exit_signal) if args.exit_signal_handler else None
+        self.exit_signal = SignalWatch.of(args)
         self.saves = Saves(args, model, optimizer, scheduler)
         self.watch: hang_watch.HangWatch | None = None
+        self.heartbeat: Heartbeat | None = None
+        if args.heartbeat_file and rank_and_world_size()[0] == 0:
+            self.heartbeat = Heartbeat(args.heartbeat_file, args)
         self._timeout_after_init = args.distributed_timeout_seconds_after_init
 
     # -- the course of a run ---------------------------------------------------------------------------------------
@@ -209,6 +221,7 @@ class Loop:
             self._save(final=True)
         for name, data in (("validation", self.valid_data), ("test", self.test_data)):
             self._evaluate(data, f"iteration {args.iteration} on {name} set", record=False, verbose=True)
+        self._note(DONE)
 
     def _train(self) -> bool:
         """Iterations up to `--train-iters`. Returns: whether the run is to go on with its last evaluations."""
@@ -227,10 +240,12 @@ class Loop:
         try:
             while args.iteration < args.train_iters:
                 self._iterate()
-                reason = exit_reason(args, args.iteration, self.exit_signal)
-                if reason is not None and args.iteration < args.train_iters:
-                    self._save(final=True)
-                    print_datetime(reason)
+                leave = exit_reason(args, args.iteration, self.exit_signal)
+                if leave is not None and args.iteration < args.train_iters:
+                    if leave.saves:
+                        self._save(final=True)
+                    print_datetime(leave.reason)
+                    self._note("has left before the end")
                     return False
         except PeerLost:
             if self.exit_signal is not None:
@@ -278,9 +293,9 @@ class Loop:
         assert self.optimizer is not None and self.scheduler is not None, "this run was set up without training"
         self.diagnostics.before_step(iteration)
         try:
-            with self.log.communication.step():
+            with self.log.communication.step(), self.straggler.step() if self.straggler else nullcontext():
                 result = train_step(
-                    self.forward_step_func,
+                    self.train_step_func,
                     self.train_data,  # type: ignore[arg-type]
                     self.model,
                     self.optimizer,
@@ -296,6 +311,8 @@ class Loop:
         args.num_floating_point_operations_so_far += num_floating_point_operations(args, batch)
         args.loss_scale_now = float(self.optimizer.get_loss_scale())
         self.log.step(iteration, result, batch, self.diagnostics.after_step(iteration))
+        if self.straggler is not None and iteration % args.log_interval == 0:
+            self.straggler.report(num_floating_point_operations(args, batch))
         if self._timeout_after_init is not None:  # the first iteration may take long: it makes NCCL's communicators
             set_timeout(self.pg_collection, timedelta(seconds=self._timeout_after_init))
             if self.watch is not None:
@@ -326,6 +343,8 @@ class Loop:
     def _note(self, doing: str) -> None:
         if self.watch is not None:
             self.watch.note(doing)
+        if self.heartbeat is not None:
+            self.heartbeat.beat(doing)
 
     def _pause(self, action: Callable[[], object]) -> None:
         """Do something that is not part of an iteration's time."""

@@ -26,10 +26,8 @@ ROOT = Path(__file__).parents[3]
 
 # What is refused because it comes later: capability -> number of flags. The list only gets shorter.
 PENDING = {
-    "diagnostics": 4,
     "fp8": 12,
     "fsdp": 17,
-    "launch": 1,
     "planning": 1,
     "rerun": 5,
     "text server": 13,

@@ -97,6 +97,7 @@ ON = {
     "tensorboard_log_interval": {"wandb_project": "x"},
     "tensorboard_queue_size": {"tensorboard_dir": "x"},
     "wandb_exp_name": {"wandb_project": "x"},
+    "straggler_*": {"log_straggler": True},
     "profile_ranks": {"profile": True},
     "profile_*": {"profile": True},
     "memory_snapshot_path": {"record_memory_history": True},
@@ -155,6 +156,9 @@ ALWAYS = """
     use_checkpoint_args ckpt_format ckpt_convert_format non_persistent_ckpt_type tokenizer_type vocab_size
     padded_vocab_size make_vocab_size_divisible_by pad_vocab_size vocab_extra_ids retro_project_dir
     retro_add_retriever retro_cyclic_train_iters use_mup mlp_chunks_for_training output_logit_dtype freeze_all_layers
+    hang_report heartbeat_file log_straggler exit_signal_handler_for_training flight_recorder_dump_path
+    flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace
+    flight_recorder_include_only_active flight_recorder_extra_dump_on_exec
     disable_bf16_reduced_precision_matmul check_weight_hash_across_dp_replicas_interval
     config_logger_dir record_memory_history dump_param_to_param_group_map log_memory_interval log_device_memory_used
     log_max_attention_logit log_energy save_params_interval save_activations_interval save_wgrads_interval
