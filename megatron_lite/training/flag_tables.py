@@ -20,7 +20,6 @@ from megatron_lite.config import KINDS, Flag, destination
 
 # key -> (what has not landed, what to do now)
 CAPABILITIES = {
-    "diagnostics": ("this diagnostic", "--log-throughput, --timing-log-level 2, --log-params-norm, --profile"),
     "fp8": ("FP8", "--bf16"),
     "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
