@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generators import api_page, case_page, command_pages, flag_pages
+from docs.generators import api_page, case_page, command_pages, flag_pages, message_page, pictures
 from megatron_lite.cli.main import VERBS
 from megatron_lite.training.arguments import build_parser
 from tests.test_public_names import NAMES
@@ -60,6 +60,23 @@ def test_the_page_of_public_names_shows_every_class_and_function() -> None:
     for path, names in NAMES.items():
         for name in names:
             assert f"import {name}`" in page, f"{path}.{name}"
+
+
+def test_a_message_that_is_explained_is_one_that_the_code_can_print() -> None:
+    """The headings of docs/troubleshooting.md, with `...` for values, against the texts in the source."""
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^### `(.*)`$", text, re.M)
+    known = {message.what.splitlines()[0] for message in message_page.messages()}
+    assert len(explained) > 30
+    assert not [message for message in explained if message not in known]
+
+
+def test_the_pictures_are_drawn_by_the_script(tmp_path: Path) -> None:
+    """Each of them is a file in docs/, too, which a page shows."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    for path in pictures.draw(tmp_path):
+        assert path.stat().st_size > 5000 and (ROOT / "docs" / path.name).exists()
+        assert f"]({path.name})" in pages, f"no page shows {path.name}"
 
 
 def test_the_page_of_commands_has_every_verb() -> None:

@@ -21,13 +21,24 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # this checkout's package, wherever another one is installed
 
-from docs.generators import api_page, case_page, command_pages, flag_pages  # noqa: E402
+from docs.generators import api_page, case_page, command_pages, flag_pages, message_page  # noqa: E402
+
+
+def quickstart() -> str:
+    """The README's sections on the first runs."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    sections = {part.split("\n", 1)[0]: part for part in re.split(r"^## ", readme, flags=re.M)}
+    text = "# " + sections["Quickstart"] + "## " + sections["Training by hand"] + "## " + sections["Other models"]
+    return text.replace("](docs/", "](")
+
 
 # page -> its text
 GENERATED = {
     "flags.md": flag_pages.page,
     "commands.md": command_pages.page,
     "api.md": api_page.page,
+    "messages.md": message_page.page,
+    "quickstart.md": quickstart,
     "cases.md": case_page.page,
     "changes.md": lambda: (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
 }

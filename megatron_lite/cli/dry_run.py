@@ -20,7 +20,7 @@ from megatron_lite.training import global_vars
 from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.families import FAMILIES
 from megatron_lite.training.memory_estimate import as_size
-from megatron_lite.training.record import args_defaults_of, load_script
+from megatron_lite.training.record import args_defaults_of, extra_args_of, load_script
 
 CHECKOUT = Path(megatron_lite.__file__).resolve().parent.parent
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     """The verb."""
     own, words = _parser().parse_known_args(list(argv))
     script = load_script(own.script or CHECKOUT / FAMILIES["gpt"].script)
-    args = parse_args(words, args_defaults=args_defaults_of(script))
+    args = parse_args(words, extra_args_of(script), args_defaults_of(script))
     args.rank, args.world_size = 0, own.ranks
     _stand_in(args, own.vocabulary)
     with contextlib.redirect_stdout(None):

@@ -29,7 +29,7 @@ from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.families import FAMILIES, family_of
 from megatron_lite.training.layout_check import TOLERANCE, Tolerance, compare, table
 from megatron_lite.training.local_world import World
-from megatron_lite.training.record import Record, args_defaults_of, joined, load_script, record_rank
+from megatron_lite.training.record import Record, args_defaults_of, extra_args_of, joined, load_script, record_rank
 from megatron_lite.training.scale_down import VOCABULARY, alone, scale_down, without_precision
 
 CHECKOUT = Path(megatron_lite.__file__).resolve().parent.parent
@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     """The verb."""
     own, words = _parser().parse_known_args(list(argv))
     script = own.script or CHECKOUT / FAMILIES["gpt"].script
-    given = parse_args(words, args_defaults=args_defaults_of(load_script(script)))
+    loaded = load_script(script)
+    given = parse_args(words, extra_args_of(loaded), args_defaults_of(loaded))
     if own.ranks is not None:  # the run is known in full: it must be one that can start
         with contextlib.redirect_stdout(None):
             validate_args(deepcopy(given), own.ranks)

@@ -108,6 +108,11 @@ def args_defaults_of(script: Any) -> dict[str, Any]:
     return dict(getattr(script, "ARGS_DEFAULTS", {}))
 
 
+def extra_args_of(script: Any) -> Callable[[Any], Any] | None:
+    """The function of a loaded script that adds its own flags, where it has one of this name (Megatron's argument)."""
+    return getattr(script, "extra_args_provider", None)
+
+
 _SCRIPT = ("model_provider", "forward_step", "train_valid_test_datasets_provider")
 
 

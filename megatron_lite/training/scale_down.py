@@ -78,6 +78,8 @@ def scale_down(given: Namespace, data_parallel_size: int, steps: int, max_ranks:
                 setattr(small, flag.dest, deepcopy(vars(given)[flag.dest]))
     for name in _KEPT_TOO:
         setattr(small, name, vars(given)[name])
+    for name in vars(given).keys() - vars(small).keys():  # the script's own flags
+        setattr(small, name, deepcopy(vars(given)[name]))
     changes = _layout(given, small, data_parallel_size, max_ranks)
     changes += _model(given, small)
     changes += _training(given, small, steps)
