@@ -58,7 +58,7 @@ GOOD = "megatron-lite plan --pipeline-model-parallel-size 2 --num-microbatches 4
         ("python pretrain_gpt.py --num-layers 2", "--lr is missing"),
         (
             "torchrun --nproc_per_node 3 pretrain_gpt.py --config configs/llama3_8b.yaml --tokenizer-model x",
-            "data-parallel size 3",
+            "world size 3",
         ),
         ("make trian", "No rule"),
         ("pip install 'megatron_lite[everything]'", "everything"),
