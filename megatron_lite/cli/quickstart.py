@@ -36,7 +36,7 @@ import megatron_lite
 from megatron_lite.cli import corpus, preprocess, report, retro, train_tokenizer
 from megatron_lite.cli.quickstart_recipes import RECIPES, Recipe
 from megatron_lite.errors import ConfigError, DataError, MegatronLiteError
-from megatron_lite.training.report import duration
+from megatron_lite.training.report_metrics import duration
 
 CHECKOUT = Path(megatron_lite.__file__).resolve().parent.parent
 _LOOK = 8  # evaluation steps of a run whose length was given: a look, not a measurement

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron_lite import collectives
 from megatron_lite.collectives import group_size
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.training.report_metrics import DROPPED, LOAD
 from megatron_lite.transformer.moe.router import LOG_NAMES, TopKRouter
 
 _NAMES = tuple(LOG_NAMES.values())
@@ -114,15 +115,15 @@ class ExpertLog:
     def step(self, found: ExpertStatistics) -> None:
         """Note a step."""
         self._steps += 1
-        for name, value in {**found.mean_losses, _LOAD: found.load, _DROPPED: found.dropped}.items():
+        for name, value in {**found.mean_losses, LOAD: found.load, DROPPED: found.dropped}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def means(self) -> tuple[dict[str, float], dict[str, float]]:
         """(losses, other values) of the interval so far; what does not apply is left out."""
         means = {name: total / self._steps for name, total in self._sums.items()}
-        others = {_LOAD: means.pop(_LOAD)} if means else {}
-        dropped = means.pop(_DROPPED, 0.0)
-        return means, {**others, **({_DROPPED: dropped} if self._args.moe_expert_capacity_factor else {})}
+        others = {LOAD: means.pop(LOAD)} if means else {}
+        dropped = means.pop(DROPPED, 0.0)
+        return means, {**others, **({DROPPED: dropped} if self._args.moe_expert_capacity_factor else {})}
 
     def start_over(self) -> None:
         """An interval begins."""
@@ -150,6 +151,3 @@ class ExpertLog:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "tokens_per_expert.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-
-
-_LOAD, _DROPPED = "expert load (max / mean)", "dropped share"

@@ -1,12 +1,12 @@
-"""What a run looked like: `loss.png` and a `report.html` that needs nothing beside itself.
+"""What a run looked like: `loss.png` and a `report.html` that needs nothing beside itself. For several runs beside each
+other: `comparison.png` and `comparison.html`.
 
     <save>/metrics.jsonl ----> Metrics ----> loss.png ---+
     <save>/config.yaml   ----> table  ------------------ +--> report.html (picture, numbers, settings, sample inside)
     sample text, timings of the steps before ----------- +
 
 The loop appends to `metrics.jsonl` while it runs and calls `write_report` at its end; `megatron-lite report` does it
-again from the files. A resumed run repeats the iterations after its checkpoint: of two entries the later one counts.
-No torch here.
+again from the files. No torch here.
 """
 
 from __future__ import annotations
@@ -14,32 +14,19 @@ from __future__ import annotations
 import base64
 import html
 import json
-import math
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_lite.errors import DataError
+from megatron_lite.training.report_metrics import METRICS, Metrics, duration, read_metrics, summary
+from megatron_lite.training.report_picture import draw
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
-# What a training entry holds besides its losses.
-_NO_LOSS = {
-    "iteration",
-    "consumed_samples",
-    "learning_rate",
-    "global_batch_size",
-    "grad_norm",
-    "loss_scale",
-    "elapsed_ms",
-    "tokens_per_s",
-    "tflops_per_device",
-    "skipped_iterations",
-    "nan_iterations",
-}
+CONFIG = "config.yaml"
 # Settings that say what was trained, for the short table; the whole configuration follows below it.
 _HEADLINE = (
     "num_layers",
@@ -54,6 +41,8 @@ _HEADLINE = (
     "position_embedding_type",
     "normalization",
     "swiglu",
+    "num_experts",
+    "moe_router_topk",
     "micro_batch_size",
     "global_batch_size",
     "train_iters",
@@ -63,174 +52,12 @@ _HEADLINE = (
     "fp16",
     "world_size",
     "data_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
     "seed",
 )
-
-
-@dataclass
-class Metrics:
-    """A run's entries by iteration, in order."""
-
-    train: dict[int, dict[str, Any]] = field(default_factory=dict)
-    validation: dict[int, dict[str, float]] = field(default_factory=dict)
-
-    @property
-    def loss_keys(self) -> list[str]:
-        """Names of the losses, the one that was optimised first."""
-        keys = dict.fromkeys(key for row in self.train.values() for key in row if key not in _NO_LOSS)
-        keys |= dict.fromkeys(key for row in self.validation.values() for key in row)
-        return list(keys)
-
-    def series(self, key: str) -> tuple[list[int], list[float]]:
-        """(iterations, values) of a training quantity, without the entries that lack it."""
-        points = [(i, row[key]) for i, row in self.train.items() if row.get(key) is not None]
-        return [i for i, _ in points], [value for _, value in points]
-
-    def validation_series(self, key: str) -> tuple[list[int], list[float]]:
-        """(iterations, values) of a validation loss."""
-        points = [(i, row[key]) for i, row in self.validation.items() if row.get(key) is not None]
-        return [i for i, _ in points], [value for _, value in points]
-
-    @property
-    def seconds(self) -> float:
-        """Time spent in training steps: an entry's mean time counts for the iterations since the entry before it."""
-        total, before = 0.0, 0
-        for iteration, row in self.train.items():
-            total += (iteration - before) * (row.get("elapsed_ms") or 0.0) / 1000.0
-            before = iteration
-        return total
-
-
-def read_metrics(path: Path) -> Metrics:
-    """The entries of a metrics file. A line torn by a crash is left out.
-
-    Raises: DataError if the file is missing or has no entry.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as problem:
-        raise DataError(
-            f"cannot read {path}: {problem.strerror}",
-            why="a report is drawn from the metrics that a run writes into its --save folder",
-            fix="name the folder that --save had",
-        ) from problem
-    train: dict[int, dict[str, Any]] = {}
-    validation: dict[int, dict[str, float]] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-            iteration = int(row["iteration"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if "validation" in row:
-            validation.setdefault(iteration, {}).update(row["validation"])  # a row for each of several sets
-        else:
-            train[iteration] = row
-    if not train and not validation:
-        raise DataError(f"{path} holds no entry", why="the run ended before its first logged iteration")
-    return Metrics(dict(sorted(train.items())), dict(sorted(validation.items())))
-
-
-def summary(metrics: Metrics) -> dict[str, str]:
-    """The numbers that one looks for first, as text."""
-    rows: dict[str, str] = {}
-    if metrics.train:
-        last_iteration, last = next(reversed(metrics.train.items()))
-        rows["iterations"] = f"{last_iteration:,}"
-        if last.get("consumed_samples") is not None:
-            rows["samples"] = f"{last['consumed_samples']:,}"
-    for key in metrics.loss_keys:
-        for name, (iterations, values) in (
-            (f"{key}, training", metrics.series(key)),
-            (f"{key}, validation", metrics.validation_series(key)),
-        ):
-            if values:
-                text = f"{values[0]:.3f} (iteration {iterations[0]})"
-                if len(values) > 1:
-                    text += f" -> {values[-1]:.3f} (iteration {iterations[-1]}), {values[-1] / values[0] - 1:+.0%}"
-                rows[name] = text
-        _, values = metrics.validation_series(key)
-        if values:
-            rows[f"{key}, validation perplexity"] = f"{math.exp(min(20.0, values[-1])):,.1f}"
-    if metrics.seconds:
-        rows["time in training steps"] = duration(metrics.seconds)
-    _, speed = metrics.series("tokens_per_s")
-    if speed:
-        rows["throughput, median"] = f"{sorted(speed)[len(speed) // 2]:,.0f} tokens/s"
-    _, flops = metrics.series("tflops_per_device")
-    if flops:
-        rows["model TFLOP/s per device, median"] = f"{sorted(flops)[len(flops) // 2]:.3g}"
-    skipped = sum(row.get("skipped_iterations") or 0 for row in metrics.train.values())
-    if skipped:
-        rows["skipped iterations"] = str(skipped)
-    return rows
-
-
-def duration(seconds: float) -> str:
-    """75.2 -> "1 min 15 s"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-# ------------------------------------------------------------------------------------------------------ the picture
-def draw(metrics: Metrics, path: Path, title: str) -> None:
-    """The losses large; learning rate, gradient norm and throughput small beside them. Writes a PNG."""
-    from matplotlib.figure import Figure  # half a second, and a run that draws nothing need not wait for it
-
-    figure = Figure(figsize=(11, 5.2), dpi=120, layout="constrained")
-    figure.suptitle(title, fontsize=12)
-    grid = figure.add_gridspec(3, 3)
-    losses = figure.add_subplot(grid[:, :2])
-    colours = ["#1f77b4", "#2ca02c", "#9467bd", "#8c564b"]
-    for number, key in enumerate(metrics.loss_keys):
-        colour = colours[number % len(colours)]
-        iterations, values = metrics.series(key)
-        if values:
-            losses.plot(iterations, values, color=colour, linewidth=1.4, label=f"{key}, training")
-        iterations, values = metrics.validation_series(key)
-        if values:
-            losses.plot(
-                iterations, values, "o--", color="#d62728", markersize=5, linewidth=1, label=f"{key}, validation"
-            )
-            for end in {0, len(values) - 1}:
-                losses.annotate(
-                    f"{values[end]:.2f}",
-                    (iterations[end], values[end]),
-                    xytext=(6, 6) if end == 0 else (0, -14),
-                    textcoords="offset points",
-                    ha="left" if end == 0 else "right",
-                    fontsize=9,
-                    color="#d62728",
-                )
-    losses.set_xlabel("iteration")
-    losses.set_ylabel("loss (nats per token)")
-    losses.grid(alpha=0.3)
-    losses.margins(x=0.02, y=0.08)
-    if losses.lines:
-        losses.legend(frameon=False)
-
-    small = (("learning_rate", "learning rate"), ("grad_norm", "gradient norm"), ("tokens_per_s", "tokens/s"))
-    for row, (key, label) in enumerate(small):
-        axes = figure.add_subplot(grid[row, 2])
-        iterations, values = metrics.series(key)
-        if values:
-            axes.plot(iterations, values, color="#444444", linewidth=1.1)
-            axes.set_ylim(0, 1.1 * max(values) or 1)
-        else:
-            axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes, color="#888888")
-        axes.set_title(label, fontsize=10, loc="left")
-        axes.grid(alpha=0.3)
-        axes.tick_params(labelsize=8, labelbottom=row == 2)
-        if key == "learning_rate":
-            axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-        if row == 2:
-            axes.set_xlabel("iteration", fontsize=9)
-    temporary = path.with_name(path.name + ".partial")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
 
 
 # --------------------------------------------------------------------------------------------------------- the page
@@ -253,10 +80,19 @@ _PAGE = """<!doctype html>
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    cells = "\n".join(
-        f"<tr><td>{html.escape(str(name))}</td><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items()
-    )
+    return _columns([(name, value) for name, value in rows.items()])
+
+
+def _columns(rows: Iterable[Sequence[Any]]) -> str:
+    """A table of any number of columns; the first one names the row."""
+    lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    cells = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table>\n{cells}\n</table>"
+
+
+def _image(picture: bytes) -> str:
+    data = base64.b64encode(picture).decode()
+    return f'<img alt="losses over iterations" src="data:image/png;base64,{data}">'
 
 
 def page(
@@ -275,7 +111,7 @@ def page(
         timings: seconds by step.
     """
     parts = [
-        f'<img alt="losses over iterations" src="data:image/png;base64,{base64.b64encode(picture).decode()}">',
+        _image(picture),
         "<h2>Result</h2>",
         _table(summary(metrics)),
     ]
@@ -324,15 +160,74 @@ def write_report(
     config = read_config(settings) if settings.exists() else {}
     title = f"Training run in {folder}"
     picture, report = output / "loss.png", output / "report.html"
+
+    def text() -> str:
+        return page(title, picture.read_bytes(), metrics, config, sample, timings)
+
+    return _write({folder.name: metrics}, title, picture, report, text)
+
+
+def _write(runs: Mapping[str, Metrics], title: str, picture: Path, page: Path, text: Callable[[], str]) -> list[Path]:
+    """The picture, and the page with the picture inside."""
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        draw(metrics, picture, title)
-        temporary = report.with_name(report.name + ".partial")
-        temporary.write_text(page(title, picture.read_bytes(), metrics, config, sample, timings), encoding="utf-8")
-        temporary.replace(report)
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        draw(runs, picture, title)
+        temporary = page.with_name(page.name + ".partial")
+        temporary.write_text(text(), encoding="utf-8")
+        temporary.replace(page)
     except OSError as problem:
-        raise DataError(f"cannot write the report to {output}: {problem.strerror}", fix="another --output") from problem
-    return [picture, report]
+        where = f"the report to {picture.parent}"
+        raise DataError(f"cannot write {where}: {problem.strerror}", fix="another --output") from problem
+    return [picture, page]
+
+
+def write_comparison(folders: Sequence[str | Path], output: str | Path) -> list[Path]:
+    """`comparison.png` and `comparison.html` of several runs: curves in one picture, a column of numbers for each, and
+    the settings in which they differ.
+
+    Args:
+        folders: as `write_report`'s.
+    Returns: the two paths.
+    Raises: as `write_report`.
+    """
+    output = Path(output)
+    names = _short_names([Path(folder) for folder in folders])
+    runs = {name: read_metrics(folder / METRICS) for name, folder in names.items()}
+    settings = {name: folder / CONFIG for name, folder in names.items()}
+    configs = {name: read_config(path) if path.exists() else {} for name, path in settings.items()}
+    title = f"{len(runs)} training runs"
+    picture, report = output / "comparison.png", output / "comparison.html"
+
+    def text() -> str:
+        parts = [_image(picture.read_bytes()), "<h2>Result</h2>"]
+        parts.append(_side_by_side({name: summary(metrics) for name, metrics in runs.items()}))
+        parts += ["<h2>Settings that differ</h2>", _side_by_side(_different(configs))]
+        return _PAGE.format(title=html.escape(title), body="\n".join(parts))
+
+    return _write(runs, title, picture, report, text)
+
+
+def _side_by_side(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """A column for each run."""
+    keys = dict.fromkeys(key for values in runs.values() for key in values)
+    rows = [[key, *(values.get(key, "-") for values in runs.values())] for key in keys]
+    return _columns([["", *runs], *rows])
+
+
+def _different(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The settings that are not the same in all runs; without the folders that only name the run."""
+    keys = dict.fromkeys(key for config in configs.values() for key in config if key not in ("save", "load"))
+    differing = [key for key in keys if len({repr(config.get(key)) for config in configs.values()}) > 1]
+    return {name: {key: config.get(key, "-") for key in differing} for name, config in configs.items()}
+
+
+def _short_names(folders: Sequence[Path]) -> dict[str, Path]:
+    """Runs by the end of their path that tells them apart."""
+    resolved = [folder.resolve() for folder in folders]
+    depth = 1
+    while len({path.parts[-depth:] for path in resolved}) < len(set(resolved)):
+        depth += 1
+    return {os.path.join(*path.parts[-depth:]): folder for path, folder in zip(resolved, folders)}
 
 
 def sample_and_timings(folder: Path) -> tuple[str | None, dict[str, float] | None]:

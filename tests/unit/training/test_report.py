@@ -8,7 +8,9 @@ import pytest
 
 from megatron_lite.cli.main import main
 from megatron_lite.errors import DataError
-from megatron_lite.training.report import duration, read_metrics, summary, write_report
+from megatron_lite.training import report_picture
+from megatron_lite.training.report import write_report
+from megatron_lite.training.report_metrics import LOAD, duration, read_metrics, summary
 
 
 def entry(iteration, loss, **more):
@@ -115,3 +117,58 @@ def test_the_verb_redraws_with_the_sample_that_lies_beside(run, tmp_path, capsys
 )
 def test_durations_read_naturally(seconds, text):
     assert duration(seconds) == text
+
+
+# ------------------------------------------------------------------------------------------------------- several runs
+@pytest.fixture
+def two_runs(tmp_path):
+    for name, loss, rate in (("small", 6.0, 1e-3), ("large", 5.0, 3e-4)):
+        folder = write(
+            tmp_path / name / "checkpoints",
+            [entry(1, 9.0), entry(20, loss), {"iteration": 20, "validation": {"lm loss": loss + 0.5}}],
+        )
+        (folder / "config.yaml").write_text(f"lr: {rate}\nseed: 1\nsave: {folder}\n")
+    return [tmp_path / name / "checkpoints" for name in ("small", "large")]
+
+
+def test_several_runs_are_compared_in_one_picture_and_one_table(two_runs, tmp_path, capsys):
+    """Runs of one folder name are told apart by what stands before it; settings that all share are not repeated."""
+    assert main(["report", *map(str, two_runs), "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / f"out/comparison.{kind}") for kind in ("png", "html")]
+    text = (tmp_path / "out" / "comparison.html").read_text()
+    assert "<tr><td></td><td>small/checkpoints</td><td>large/checkpoints</td></tr>" in text
+    assert "<tr><td>lr</td><td>0.001</td><td>0.0003</td></tr>" in text and "<td>seed</td>" not in text
+    assert "<td>9.000 (iteration 1) -&gt; 6.000 (iteration 20), -33%</td>" in text
+    assert not re.search(r'(src|href)="(?!data:)', text)
+
+
+def test_all_runs_are_in_the_picture(two_runs, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self) or args[0].touch())
+    report_picture.draw(
+        {path.parent.name: read_metrics(path / "metrics.jsonl") for path in two_runs}, tmp_path / "x.png", "two"
+    )
+    losses, *small = drawn[0].axes
+    labels = [text.get_text() for text in losses.get_legend().get_texts()]
+    assert labels == [f"{name}: lm loss{end}" for name in ("small", "large") for end in ("", ", validation")]
+    assert [len(axes.lines) for axes in small] == [2, 2, 2]  # learning rate, gradient norm, tokens/s: no experts
+
+
+def test_experts_have_a_picture_of_their_own_and_their_losses_are_not_beside_the_models(tmp_path, monkeypatch):
+    """A z-loss of 30 would press the curve that matters flat; numbers that are no losses were drawn as such."""
+    from matplotlib.figure import Figure
+
+    more = {"load_balancing_loss": 1.1, "z_loss": 30.0, LOAD: 1.7, "communication": [["dp", "all_reduce", 3]]}
+    folder = write(tmp_path, [entry(1, 9.0, **more, max_attention_logit=3.0, joules_per_device=7.2e6)])
+    metrics = read_metrics(folder / "metrics.jsonl")
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self) or args[0].touch())
+    report_picture.draw({"run": metrics}, tmp_path / "x.png", "experts")
+    losses, *small = drawn[0].axes
+    assert [line.get_label() for line in losses.lines] == ["lm loss, training"]
+    assert small[3].get_title(loc="left") == "experts: busiest / mean" and small[3].lines[0].get_ydata()[0] == 1.7
+    rows = summary(metrics)
+    assert rows["z_loss, last"] == "30" and rows["expert load (max / mean), last"] == "1.70"
+    assert rows["energy per device"] == "2 kWh"
