@@ -91,9 +91,26 @@ def run(
     process_non_loss_data_func: Callable[..., None] | None = None,
 ) -> None:
     """The run, after `start`; the arguments are those of `pretrain`."""
+    watch = hang_watch.start(args) if args.hang_report else None
+    functions = (datasets_provider, model_provider, model_type, forward_step_func, process_non_loss_data_func)
+    try:
+        _run(args, watch, *functions)
+    finally:
+        if watch is not None:
+            watch.close()
+
+
+def _run(
+    args: Namespace,
+    watch: hang_watch.HangWatch | None,
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    model_type: ModelType,
+    forward_step_func: ForwardStep,
+    process_non_loss_data_func: Callable[..., None] | None,
+) -> None:
     pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     timers = args.timers
-    watch = hang_watch.start(args) if args.hang_report else None
     if args.save:  # a run that cannot save should not begin
         on_rank_0(lambda: check_save_folder(Path(args.save)), collectives.world())
     append_progress(args, "Starting job")
@@ -145,8 +162,6 @@ def run(
         loop.profiler.close()
         if loop.straggler is not None:
             loop.straggler.close()
-        if watch is not None:
-            watch.close()
         loop.diagnostics.close()
     if args.save and rank_and_world_size()[0] == 0:
         _report(args)

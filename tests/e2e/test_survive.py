@@ -17,9 +17,14 @@ FAULTY = "tests/e2e/faulty_gpt.py"
 LONG = "--train-iters 100000 --save-interval 100000".split()
 
 
-def signalled(number: int, *flags: object) -> Finished:
-    """Two ranks under torchrun, of which one gets the signal after a few iterations."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def signalled(number: int, *flags: object, everyone: bool = False) -> Finished:
+    """Two ranks under torchrun, of which one gets the signal after a few iterations.
+
+    Args:
+        everyone: the other rank and torchrun too, which is started as examples/slurm starts it.
+    """
+    words = ["env", "--ignore-signal=USR1"] if everyone else []
+    words += [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     words += [str(ROOT / "pretrain_gpt.py"), *TINY, *LONG, *map(str, flags)]
     process = subprocess.Popen(
         words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -30,7 +35,8 @@ def signalled(number: int, *flags: object) -> Finished:
         out.append(line)
         if " iteration        4/" in line and not sent:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            subprocess.run(["kill", f"-{number}", children[0]], check=True)
+            targets = [str(process.pid), *children] if everyone else children[:1]
+            subprocess.run(["kill", f"-{number}", *targets], check=True)
             sent = True
     return Finished(process.wait(), "".join(out), "")
 
@@ -48,11 +54,13 @@ def test_leaving_in_order_on_a_signal_to_one_rank_ends_all_without_a_save(tmp_pa
     assert content["doing"] == "has left before the end" and content["iteration"] >= 4
 
 
-def test_another_exit_signal_to_one_rank_ends_all_after_a_save(tmp_path):
-    """SIGHUP, by name; torchrun sees workers that end well."""
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_ends_all_ranks_after_a_save_and_torchrun_well(number, tmp_path):
+    """One of one's choice to one rank; and USR1 to all processes of the job, as scancel sends it: torchrun died of it
+    and SLURM did not queue the job again."""
     flags = "--exit-signal-handler --exit-signal SIGHUP".split()
-    done = signalled(signal.SIGHUP, *flags, "--save", tmp_path).ok()
-    assert "exiting program after receiving SIGHUP." in done.out
+    done = signalled(number, *flags, "--save", tmp_path, everyone=number == signal.SIGUSR1).ok()
+    assert f"exiting program after receiving {number.name}." in done.out
     last = max(int(line["iteration"]) for line in done.lines)
     assert folders.read_tracker(tmp_path) == last >= 4
 
