@@ -140,6 +140,11 @@ def save_checkpoint(
     )
     said = f"  successfully saved checkpoint from iteration {iteration:7d} to {root} {_place(groups)}"
     progress = saved_message(args, iteration, num_floating_point_operations_so_far)
+    if beside is not None and not local:
+        append_progress(args, f"Saving async checkpoint\t{progress}")
+        progress = f"Saved async checkpoint\tIteration: {iteration}"
+    else:
+        progress = f"Saved checkpoint\t{progress}"
 
     def done() -> list[str]:
         append_progress(args, progress)

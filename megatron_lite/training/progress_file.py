@@ -28,13 +28,13 @@ def append_progress(args: Namespace, message: str) -> None:
 
 
 def saved_message(args: Namespace, iteration: int, floating_point_operations: float) -> str:
-    """What the line of a save says: throughput of this job, and of all jobs with this number of ranks."""
+    """What the line of a save says behind its kind: throughput of this job, and of all jobs of this number of ranks."""
     world_size = rank_and_world_size()[1]
     tokens = args.consumed_train_samples * tokens_per_sample(args) / 1e9
     job = _throughput(args, floating_point_operations, world_size, this_job_only=True)
     cumulative = _throughput(args, floating_point_operations, world_size, this_job_only=False)
     return (
-        f"Saved checkpoint\tIteration: {iteration}\tJob throughput: {job:.1f} TFLOP/s/GPU\t"
+        f"Iteration: {iteration}\tJob throughput: {job:.1f} TFLOP/s/GPU\t"
         f"Cumulative throughput: {cumulative:.1f} TFLOP/s/GPU\t"
         f"Floating-point operations: {floating_point_operations:.2e}\tTokens (in billions): {tokens:.2f}"
     )

@@ -86,3 +86,17 @@ def test_the_largest_score_is_a_field_at_the_end_of_the_line_and_a_scalar(world,
     scalar = scalars(tmp_path)["max_attention_logit"]
     assert [*scalar] == [2, 4, 6]
     assert f"{scalar[6]:.3f}" == found[-1]["max attention logit"]
+
+
+def test_progress_of_saves_in_the_background_is_told_when_they_begin_and_when_they_are_there(world, tmp_path):
+    """A job that is killed in between has not saved what the first line says."""
+    words = "--train-iters 4 --lr-warmup-iters 0 --save-interval 2 --async-save --log-progress".split()
+    world(1).run(whole_run, Layout(), [*words, "--save", str(tmp_path)])
+    told = [line.split("\t")[3:5] for line in (tmp_path / "progress.txt").read_text().splitlines()]
+    assert told[0] == ["Starting job"]
+    for iteration in (2, 4):
+        begun, there = (
+            told.index([f"{word} async checkpoint", f"Iteration: {iteration}"]) for word in ("Saving", "Saved")
+        )
+        assert begun < there
+    assert len(told) == 5

@@ -1,5 +1,6 @@
 """What a run prints, writes and answers when it is told to stop."""
 
+import contextlib
 import json
 import os
 import re
@@ -222,3 +223,24 @@ def test_the_last_iterations_are_in_the_log_though_they_fill_no_interval(tmp_pat
     assert rows[-1]["lm loss"] == pytest.approx((seen["lm loss"][4] + seen["lm loss"][5]) / 2, rel=1e-5)
     memory = seen["mem-max-resident-bytes" if "mem-max-resident-bytes" in seen else "mem-allocated-bytes"]
     assert sorted(memory) == [1, 2, 3, 4, 5] and min(memory.values()) > 1e6
+
+
+def test_a_terminal_shows_where_the_run_is_between_its_lines_and_a_pipe_does_not(tmp_path):
+    """Escape sequences in a log file, or a run that says nothing for a hundred iterations."""
+    flags = [*TINY, "--train-iters", "6", "--log-interval", "4"]
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(command(*flags), stdout=theirs, stderr=theirs, cwd=os.getcwd(), env=environment())
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert process.wait() == 0
+    between = re.findall(
+        r"\r\x1b\[2K iteration (\d)/6 \| loss \d\.\d{3} \| \d+\.\d\d it/s \| \d+:\d\d left", shown.decode()
+    )
+    assert between == ["2", "3", "5"]
+    lines = [line for line in shown.decode().split("\r\n") if "consumed samples" in line]
+    assert len(lines) == 3 and all(LINE.search(line) for line in lines)
+    assert "\x1b" not in run(*flags).ok().out

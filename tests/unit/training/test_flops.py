@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.models.bert import BertModel, get_bert_layer_local_spec
 from megatron_lite.models.gpt import GPTModel, get_gpt_layer_local_spec
-from megatron_lite.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron_lite.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron_lite.models.retro import RetroConfig, RetroModel, get_retro_decoder_block_spec
 from megatron_lite.models.T5 import (
     T5Model,
@@ -18,6 +18,7 @@ from megatron_lite.models.T5 import (
 )
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.transformer import MLATransformerConfig, TransformerConfig
+from megatron_lite.transformer.moe.moe_rules import moe_layers
 
 DRY = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 PLAIN = {
@@ -111,6 +112,53 @@ def test_operations_of_experts_equal_the_published_values(model, batch, operatio
     model = {**PLAIN, **model}
     args = Namespace(**model, moe_router_topk=2, group_query_attention=True, swiglu=True, quick_geglu=False)
     assert num_floating_point_operations(args, batch) == operations
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"num_query_groups": 2, "gated_linear_unit": True, "ffn_hidden_size": 352},
+        {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 192, "moe_layer_freq": [0, 1, 1]},
+        {
+            "num_moe_experts": 8,
+            "moe_router_topk": 3,
+            "moe_ffn_hidden_size": 64,
+            "moe_shared_expert_intermediate_size": 96,
+            "gated_linear_unit": True,
+            "num_query_groups": 2,
+        },
+    ],
+    ids=["plain", "shared keys, gated", "experts in some layers", "shared experts, gated"],
+)
+def test_operations_of_a_gpt_are_those_that_torch_counts(sizes):
+    """All matrix products of a forward pass on real tensors, three times; of which the causal half of the scores does
+    not count, nor the router (h times experts a token)."""
+    given = {"num_layers": 3, "hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 512, **sizes}
+    batch, length, vocabulary = 2, 64, 512
+    config = TransformerConfig(**given, **DRY, attention_backend="local", add_bias_linear=False)
+    experts = given.get("num_moe_experts")
+    spec = get_gpt_decoder_block_spec(config) if experts else get_gpt_layer_local_spec()
+    model = GPTModel(config, spec, vocabulary, length, position_embedding_type="rope")
+    ids = torch.arange(batch * length).view(batch, length)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, None, None, labels=ids)
+    layers_with = sum(moe_layers(3, experts, config.moe_layer_freq)) if experts else 0
+    left_out = batch * 3 * 2 * length**2 * 256 + layers_with * batch * length * 2 * 256 * (experts or 0)
+    args = Namespace(
+        **PLAIN | {key: value for key, value in given.items() if key not in ("num_moe_experts", "num_query_groups")},
+        num_query_groups=given.get("num_query_groups", 1),
+        group_query_attention="num_query_groups" in given,
+        kv_channels=32,
+        seq_length=length,
+        padded_vocab_size=vocabulary,
+        swiglu="gated_linear_unit" in given,
+        quick_geglu=False,
+        num_experts=experts,
+    )
+    for name, default in (("moe_layer_freq", 1), ("moe_shared_expert_intermediate_size", None)):
+        vars(args).setdefault(name, default)
+    assert num_floating_point_operations(args, batch) == pytest.approx(3 * (counter.get_total_flops() - left_out), 1e-3)
 
 
 def test_operations_of_an_encoder_and_a_decoder_equal_those_that_torch_counts():
