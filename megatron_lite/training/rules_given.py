@@ -80,7 +80,15 @@ GIVEN: tuple[Rule, ...] = (
             "seed",
             "distributed_timeout_minutes",
             "distributed_timeout_seconds_after_init",
+            "straggler_minmax_count",
+            "flight_recorder_trace_buffer_size",
         )
+    ),
+    Rule(
+        lambda a: not 0 <= a.straggler_ctrlr_port < 2**16,
+        "--straggler-ctrlr-port {straggler_ctrlr_port}",
+        "ports have numbers up to 65535",
+        "--straggler-ctrlr-port 65535; 0 takes a free one",
     ),
     positive("global_batch_size", why="a step trains on at least one sample"),
     *(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lite import calls, collectives
-from megatron_lite.log import once, print_rank_last, rank_and_world_size, warn_rank_0
+from megatron_lite.log import once, print_rank_last, rank_and_world_size, say, warn_rank_0
 from megatron_lite.pipeline_parallel.executor import ForwardStep
 from megatron_lite.training.stage_data import NotNeeded
 
@@ -226,4 +226,5 @@ def _listen(straggler: Straggler, port: int) -> ThreadingHTTPServer | None:
         warn_rank_0(f"--straggler-ctrlr-port {port} cannot be had, the reports cannot be switched: {error}")
         return None
     threading.Thread(target=server.serve_forever, name="straggler switch", daemon=True).start()
+    say(f"> straggler reports are switched on and off by a GET of / on port {server.server_address[1]}")
     return server

@@ -252,6 +252,7 @@ class Loop:
             check_weight_hashes(self.model, args.iteration, self.pg_collection)
         print_datetime("before the start of training step")
         self.log.start_interval()
+        self._note("start of training")
         try:
             while args.iteration < args.train_iters:
                 self._iterate()
