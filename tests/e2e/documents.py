@@ -1,4 +1,4 @@
-"""The shell blocks of README.md and docs/*.md, each in a class: run, checked, or shown.
+"""The shell blocks of README.md, docs/*.md and examples/*/README.md, each in a class: run, checked, or shown.
 
 <!-- run {add: "--train-iters 2", prints: "gradients", leaves: "runs/x"} -->      an HTML comment right above the block
 ```sh
@@ -37,7 +37,7 @@ from megatron_lite.training.arguments import build_parser, parse_args, validate_
 from megatron_lite.training.record import args_defaults_of, load_script
 from tests.e2e.launch import ROOT, environment
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 KINDS = {"run": {"add", "prints", "leaves", "by"}, "check": {"add", "ranks"}, "shown": {"because"}}
 _BLOCK = re.compile(
     r"(?P<marks>(?:^<!--(?:(?!-->).)*-->\n+)*)^```(?P<language>[a-z]*)[^\n]*\n(?P<text>.*?)^```", re.M | re.S
@@ -57,7 +57,7 @@ class Block:
 
     @property
     def where(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{name_of(self.page)}:{self.line}"
 
     def additions(self) -> list[list[str]]:
         """What is appended to each command."""
@@ -67,12 +67,18 @@ class Block:
         return [shlex.split(words) for words in each]
 
 
+def name_of(page: Path) -> str:
+    """As messages have it: the path in the checkout."""
+    return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
+
+
 def blocks(page: Path) -> Iterator[Block]:
     """The shell blocks of a page, in order. AssertionError for a comment that says nothing that is known."""
     text = page.read_text(encoding="utf-8")
     before: list[str] = []
     for found in _BLOCK.finditer(text):
-        where = f"{page.name}:{text.count(chr(10), 0, found.start('language')) + 1}"
+        line = text.count("\n", 0, found.start("language")) + 1
+        where = f"{name_of(page)}:{line}"
         kind, options = "check", {}
         for word, rest in re.findall(r"<!--\s*(run|check|shown|before)\b(.*?)-->", found["marks"], re.S):
             if word == "before":
@@ -82,7 +88,6 @@ def blocks(page: Path) -> Iterator[Block]:
             assert set(options) <= KINDS[kind], f"{where}: {kind} takes {', '.join(sorted(KINDS[kind]))}"
         if found["language"] in ("sh", "bash", "shell", "console"):
             assert kind != "shown" or options.get("because"), f"{where}: `shown` needs a reason"
-            line = int(where.split(":")[1])
             yield Block(page, line, tuple(_commands(found["text"])), kind, options, tuple(before))
             before = []
 
@@ -152,12 +157,18 @@ def check(block: Block) -> None:
     """The programs of the block can read their words. AssertionError, or the program's own error."""
     for line, more in zip(block.commands, block.additions()):
         words = [*shlex.split(line), *more]
-        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # VARIABLE=value command
-            words = words[1:]
-        checker = CHECKS.get(words[0])
-        assert checker, f"{block.where}: {words[0]} cannot be checked; run the block, or say why it is only shown"
+        variables = {}
+        while re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # VARIABLE=value command
+            name, _, value = words.pop(0).partition("=")
+            variables[name] = value
+        ranks = int(block.options.get("ranks", 1))
         with contextlib.redirect_stdout(io.StringIO()):
-            checker(words, int(block.options.get("ranks", 1)))
+            if words[0] == "bash" or words[0].endswith(".sh"):
+                _check_example([word for word in words if word != "bash"], variables)
+                continue
+            checker = CHECKS.get(words[0])
+            assert checker, f"{words[0]} cannot be checked; run the block, or say why it is only shown"
+            checker(words, ranks)
 
 
 def _check_verb(words: list[str], ranks: int) -> None:
@@ -239,13 +250,12 @@ def _check_pip(words: list[str], ranks: int) -> None:
         assert not extra or f"\n{extra} = [" in stated.split("\n[")[0], extra
 
 
-def _check_bash(words: list[str], ranks: int) -> None:
+def _check_example(words: list[str], variables: dict[str, str]) -> None:
     """A script of examples/: what it would start may start."""
-    done = subprocess.run(
-        ["bash", *words[1:]], cwd=ROOT, env=environment(LAUNCHER="echo"), capture_output=True, text=True, check=False
-    )
+    env = environment(**{**variables, "LAUNCHER": "echo"})
+    done = subprocess.run(["bash", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    _check_torchrun(["torchrun", *done.stdout.split()], ranks)
+    _check_torchrun(["torchrun", *done.stdout.split()], 1)
 
 
 def _check_file(words: list[str], ranks: int) -> None:
@@ -259,7 +269,6 @@ CHECKS = {
     "torchrun": _check_torchrun,
     "make": _check_make,
     "pip": _check_pip,
-    "bash": _check_bash,
     "sbatch": _check_file,
 }
 

@@ -1,4 +1,7 @@
-"""Every command of README.md and docs/ is run, made small, or read by the program that it starts. See `documents`."""
+"""Every command of README.md, docs/ and examples/ is run, made small, or read by the program that it starts.
+
+How a block says which: `documents`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ RUN = [page for page, found in BLOCKS.items() if any(b.kind == "run" and "by" no
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN, ids=documents.name_of)
 def test_the_commands_of_a_page_run_one_after_the_other(page: Path, tmp_path, monkeypatch) -> None:
     """In one folder, so that a later command finds what an earlier one wrote, as it does for a reader."""
     documents.link_checkout(tmp_path)
@@ -83,7 +86,7 @@ def test_a_wrong_command_is_found(line, problem, tmp_path, monkeypatch, capsys) 
         ("<!-- shown -->", "needs a reason"),
         ("<!-- run {prints: nonsense} -->", "printed"),
         ("<!-- run {leaves: nothing.svg} -->", "left no"),
-        ('<!-- run {add: "--num-microbatches many"} -->', ""),
+        ('<!-- run {add: "--num-microbatches many"} -->', "2"),
     ],
 )
 def test_a_wrong_comment_or_a_wrong_outcome_is_found(mark, problem, tmp_path, capsys) -> None:
@@ -105,12 +108,12 @@ def test_few_blocks_are_only_shown() -> None:
     assert len(shown) <= 6, [block.where for block in shown]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=documents.name_of)
 def test_commands_stand_in_shell_blocks(page: Path) -> None:
     """In a block of text they would escape this file."""
     for language, text in documents.other_fences(page):
         starts = [line for line in text.splitlines() if re.match(r"(megatron-lite|torchrun|python|make|pip) \S", line)]
-        assert not starts, f"{page.name}: a block of {language or 'no language'} has {starts}"
+        assert not starts, f"{documents.name_of(page)}: a block of {language or 'no language'} has {starts}"
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +122,24 @@ def spellings() -> set[str]:
 
 
 # flags of other programs that the pages speak of
-OTHERS = {"--nproc_per_node", "--nnodes", "--standalone", "--max-restarts", "--logdir", "--help"}
+OTHERS = {
+    "--nproc_per_node",
+    "--nnodes",
+    "--standalone",
+    "--max-restarts",
+    "--logdir",
+    "--help",
+    "--max_restarts",
+    "--requeue",
+}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=documents.name_of)
 def test_flags_that_a_page_speaks_of_exist(page: Path, spellings: set[str]) -> None:
     text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.S)
     named = set(re.findall(r"(?<![\w`-])`?(--[a-zA-Z][\w-]*)(?![\w*.>-])", text))
     unknown = named - spellings - OTHERS - _of_scripts(text)
-    assert not unknown, f"{page.name} speaks of {unknown}"
+    assert not unknown, f"{documents.name_of(page)} speaks of {unknown}"
 
 
 def _of_scripts(text: str) -> set[str]:
@@ -136,8 +148,8 @@ def _of_scripts(text: str) -> set[str]:
     return {flag for path in scripts for flag in re.findall(r'"(--[\w-]+)"', path.read_text(encoding="utf-8"))}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=documents.name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for name in re.findall(r"`((?:megatron_lite|tests|docs|examples|configs|benchmarks)/[\w./-]*)`", text):
-        assert (ROOT / name).exists(), f"{page.name}: {name}"
+        assert (ROOT / name).exists(), f"{documents.name_of(page)}: {name}"
