@@ -122,16 +122,10 @@ def spellings() -> set[str]:
 
 
 # flags of other programs that the pages speak of
-OTHERS = {
-    "--nproc_per_node",
-    "--nnodes",
-    "--standalone",
-    "--max-restarts",
-    "--logdir",
-    "--help",
-    "--max_restarts",
-    "--requeue",
-}
+OTHERS = set(
+    "--nproc_per_node --nnodes --standalone --max-restarts --max_restarts --shutdown-timeout --logdir --help --requeue "
+    "--ignore-signal".split()
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=documents.name_of)
