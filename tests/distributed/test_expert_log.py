@@ -26,13 +26,12 @@ from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.record import _forget_run, load_script
 from megatron_lite.training.training import run, start
 from megatron_lite.training.upcycling import scales
-from tests.distributed.layouts import Layout
+from tests.distributed.layouts import MODELS, Layout
 from tests.e2e.launch import checkpoint_tensors, iteration_line
 from tests.e2e.test_log_and_exit import scalars
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[2] / "pretrain_gpt.py"
 LOSSES = """--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.02 0.03
     --moe-z-loss-coeff 1e-3 --log-interval 1 --train-iters 3 --lr-warmup-iters 0""".split()
 
@@ -42,15 +41,16 @@ def whole_run(layout: Layout, words: list[str]) -> str:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            args = parse_args([*layout.words(), *words], args_defaults=defaults_of("gpt"))
+            model = MODELS[layout.model]
+            args = parse_args([*layout.words(), *words], args_defaults=defaults_of(model.family))
             validate_args(args, rank_and_world_size()[1])
-            script = load_script(SCRIPT)
+            script = load_script(model.script)
             start(args)
             run(
                 args,
                 script.train_valid_test_datasets_provider,
                 script.model_provider,
-                ModelType.encoder_or_decoder,
+                getattr(script, "MODEL_TYPE", ModelType.encoder_or_decoder),
                 script.forward_step,
             )
     finally:

@@ -29,7 +29,10 @@ ROWS = [
     Layout(model="gpt2", cp=2, dp=2, exchange=("a2a",), micro_batch_size=1),
     Layout(model="mixtral", ep=2, dp=2, distributed_optimizer=True),
     Layout(model="further", pp=2),
-    Layout(model="latent", cp=2, precision="fp32", recompute="selective"),
+    Layout(model="latent", cp=2, recompute="selective"),
+    Layout(model="gpt2", pp=2, vpp=2, flags=("--num-layers", "4"), per_token_loss=True),
+    Layout(model="t5", tp=2, sp=True),
+    Layout(model="bert", cp=2),
 ]
 
 

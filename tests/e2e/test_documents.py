@@ -124,7 +124,7 @@ def spellings() -> set[str]:
 # flags of other programs that the pages speak of
 OTHERS = set(
     "--nproc_per_node --nnodes --standalone --max-restarts --max_restarts --shutdown-timeout --logdir --help --requeue "
-    "--ignore-signal".split()
+    "--ignore-signal --capture-range".split()
 )
 
 
