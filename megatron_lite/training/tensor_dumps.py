@@ -164,7 +164,10 @@ class TensorDumps:
         return hook
 
     def _note(self, name: str, x: Any) -> None:
-        if not isinstance(x, Tensor) or x.dim() != 3 or not torch.is_grad_enabled():
+        # Without gradients: the pass of a layer that is to be recomputed; or all passes, where nothing is trained.
+        if not torch.is_grad_enabled() and not self._args.freeze_all_layers:
+            return
+        if not isinstance(x, Tensor) or x.dim() != 3:
             return
         if not self._cut[name] and group_rank(self._groups.tp) > 0:  # the same on all of them
             return

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_lite.errors import DataError
+from megatron_lite.training.layout_check import TOLERANCE, _tensors
 from megatron_lite.training.tensor_dumps import read_dump
 from tests.distributed.layouts import Layout
 from tests.distributed.test_expert_log import whole_run
@@ -64,12 +65,8 @@ def test_every_layout_dumps_the_tensors_of_one_process(dumped, layout):
     """A part under a wrong name or at a wrong place, a gradient of one rank's samples only, a scaled one."""
     here, alone = dumped(layout), dumped(layout.reference)
     for kind in KINDS:
-        ours, theirs = read(here, kind), read(alone, kind)
-        assert ours.keys() == theirs.keys(), kind
-        for name, tensor in ours.items():
-            scale = max(1e-3, float(theirs[name].abs().max()))
-            difference = float((tensor - theirs[name]).abs().max())
-            assert difference <= 2e-5 * scale, f"{kind} {name}: {difference} of {scale}"
+        deviation = _tensors(kind, [read(alone, kind)], [read(here, kind)], TOLERANCE["fp32"].weights)
+        assert deviation.is_ok, deviation
     assert logits(here) == pytest.approx(logits(alone), rel=1e-5)
 
 
@@ -116,3 +113,10 @@ def test_steps_in_between_write_nothing(dumped):
     save = dumped(Layout(model="llama"))
     for kind in KINDS:
         assert [path.name for path in (save / kind).iterdir()] == ["iter_0000002"]
+
+
+def test_a_frozen_run_dumps_its_activations(world, tmp_path):
+    """Its passes are without gradients, as those of layers that will be recomputed, which do not count."""
+    words = "--train-iters 2 --lr-warmup-iters 0 --save-interval 2 --save-activations-interval 2".split()
+    world(1).run(whole_run, Layout(model="llama"), [*words, "--freeze-all-layers", "--save", str(tmp_path)])
+    assert "decoder.layers.1.mlp" in read(tmp_path, "activations")
