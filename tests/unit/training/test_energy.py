@@ -1,5 +1,7 @@
 """Energy: counters of processors that start again at 0, pauses that do not count, what is said without a counter."""
 
+import shutil
+import subprocess
 import time
 
 import pytest
@@ -88,3 +90,32 @@ def test_energy_that_nobody_asked_for_is_not_looked_at():
         raise AssertionError("a counter was opened")
 
     assert EnergyMeter(False, CPU, fail).read(reset=True) is None
+
+
+DRIVER = """
+#include <string.h>
+typedef void *nvmlDevice_t;
+static int started, board;
+int nvmlInit_v2(void) { started = 1; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device) {
+    if (!started || strcmp(uuid, "GPU-12")) return 6;
+    *device = &board;
+    return 0;
+}
+int nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t device, unsigned long long *energy) {
+    if (device != &board) return 2;
+    *energy = 5000000000123ULL;
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, for a library in the driver's place")
+def test_the_drivers_counter_is_read_in_millijoules_and_its_refusals_are_told(tmp_path):
+    """Through a library with the driver's functions: a 32-bit counter would have started again after an hour."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libdriver.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    assert BoardCounter("GPU-12", str(library)).joules() == 5000000000.123
+    with pytest.raises(Unavailable, match="nvmlDeviceGetHandleByUUID of the driver's library answers with code 6"):
+        BoardCounter("GPU-13", str(library))
