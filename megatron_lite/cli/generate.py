@@ -47,14 +47,11 @@ class Generator:
     device: torch.device
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's ids; an empty prompt is the start of a document, that is, the end of the one before.
+        """The prompt's ids.
 
         Raises: ConfigError if it leaves no room in the context.
         """
-        ids = self.tokenizer.tokenize(prompt)
-        if ids and self.tokenizer.appends_eod:
-            ids = ids[:-1]
-        ids = ids or [self.tokenizer.eod]
+        ids = prompt_ids(self.tokenizer, prompt)
         if len(ids) >= self.context_length:
             raise ConfigError(
                 f"the prompt has {len(ids)} tokens and the model sees {self.context_length}",
@@ -99,6 +96,14 @@ class Generator:
         rest = self.tokenizer.detokenize(so_far)[len(shown) :]
         if rest:
             yield rest
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """A prompt's ids, open at its end; an empty one is the start of a document, that is, the end of the one before."""
+    ids: list[int] = tokenizer.tokenize(prompt)
+    if ids and tokenizer.appends_eod:
+        ids = ids[:-1]
+    return ids or [tokenizer.eod]
 
 
 def prompts_of(args: argparse.Namespace) -> list[str]:

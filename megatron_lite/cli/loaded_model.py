@@ -30,18 +30,21 @@ class LoadedModel:
     args: Namespace
 
 
-def load_model(load: str, flags: Sequence[str] = (), seed: int = 1234) -> LoadedModel:
+def load_model(
+    load: str, flags: Sequence[str] = (), seed: int = 1234, defaults: dict[str, Any] | None = None
+) -> LoadedModel:
     """The model of a checkpoint.
 
     Args:
         load: what `--save` was when it was trained.
         flags: further flags of training, such as `--ckpt-step 100`, `--bf16` or `--tokenizer-model PATH`.
+        defaults: of the arguments, by name.
     Raises: ConfigError, CheckpointError, DataError.
     """
     with redirect_stdout(io.StringIO()):  # the start-up lines of a training run
         words = ["--load", load, "--use-checkpoint-args", "--no-load-rng", "--no-load-optim", "--seed", str(seed)]
         words += ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]  # asked of every run, used by none here
-        args = read_arguments(argv=[*words, *flags])
+        args = read_arguments(args_defaults=defaults, argv=[*words, *flags])
         if args.world_size != 1:
             raise ConfigError(
                 f"megatron-lite generate was started as {args.world_size} processes",

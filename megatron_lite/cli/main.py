@@ -34,6 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "convert": ("megatron_lite.cli.convert", "Hugging Face model <-> checkpoint"),
     "checkpoint": ("megatron_lite.cli.checkpoint", "inspect | verify: what a checkpoint folder holds, and is it whole"),
     "generate": ("megatron_lite.cli.generate", "prompt -> text, from a checkpoint"),
+    "serve": ("megatron_lite.cli.serve", "answer prompts over HTTP, many at once"),
     "verify": (
         "megatron_lite.cli.verify",
         "does a layout train what one process trains? Tries it with a small copy of your model",

@@ -25,7 +25,6 @@ CAPABILITIES = {
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
     "planning": ("the run without its ranks", "run it smaller"),
     "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
-    "text server": ("the text server", "megatron-lite generate"),
     "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
     "inference layers": ("layers for inference alone", "--transformer-impl local"),
 }

@@ -255,6 +255,11 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("profile_ranks", lambda a: a.profile or a.record_memory_history, "--profile"),
     ("profile_* use_pytorch_profiler pytorch_profiler_* nvtx_ranges record_shapes", lambda a: a.profile, "--profile"),
     ("memory_snapshot_path", lambda a: a.record_memory_history, "--record-memory-history"),
+    (
+        "inference_* max_tokens_to_oom enable_chunked_prefill offset_sampling_seed_by_dp_rank",
+        lambda a: getattr(a, "serves", False),  # set by the verb alone
+        "megatron-lite serve",
+    ),
 )
 
 

@@ -35,6 +35,7 @@ from megatron_lite.training.configs import (
     DiagnosticsConfig,
     DistributedInitConfig,
     ExpertsConfig,
+    InferenceConfig,
     LoggingConfig,
     PipelineConfig,
     ProfileConfig,
@@ -194,7 +195,7 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler override_ckpt_iteration "
         "load_main_params_from_ckpt auto_detect_ckpt_format dist_ckpt_strictness ckpt_load_validate_sharding_integrity "
         "ckpt_fully_parallel_load verify_integrity force local_rank",
-        (),
+        (InferenceConfig,),
     ),
 )
 

@@ -45,6 +45,10 @@ class InferenceContext:
                 fix=f"InferenceContext(max_batch_size={b}, max_sequence_length={end}) or more",
             )
 
+    def angles_of_tokens(self, angles: Tensor) -> Tensor:
+        """Rotary angles from position 0 on -> those that attention layers are handed, and take from the offset on."""
+        return angles
+
     def store(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add a layer's new keys and values; all of them so far.
 

@@ -240,6 +240,8 @@ class GPTModel(LanguageModule):
                 self.pg_collection.cp,
                 packed_seq_params,
             )
+            if context is not None:
+                rotary = context.angles_of_tokens(rotary)
         hidden_states = self.decoder(
             decoder_input,
             attention_mask,

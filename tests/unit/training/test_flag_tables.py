@@ -30,7 +30,6 @@ PENDING = {
     "fsdp": 17,
     "planning": 1,
     "rerun": 5,
-    "text server": 13,
 }
 
 

@@ -99,6 +99,7 @@ ON = {
     "wandb_exp_name": {"wandb_project": "x"},
     "straggler_*": {"log_straggler": True},
     "profile_ranks": {"profile": True},
+    "inference_*": {"serves": True},
     "profile_*": {"profile": True},
     "memory_snapshot_path": {"record_memory_history": True},
 }
