@@ -175,7 +175,8 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
     ),
     (
         STOPS,
-        "exit_interval exit_duration_in_mins exit_signal_handler exit_signal exit_signal_handler_for_dataloader",
+        "exit_interval exit_duration_in_mins exit_signal_handler exit_signal exit_signal_handler_for_dataloader "
+        "exit_signal_handler_for_training",
         (CheckpointConfig,),
     ),
     (
