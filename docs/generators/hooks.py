@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def quickstart() -> str:
 GENERATED = {
     "flags.md": flag_pages.page,
     "commands.md": command_pages.page,
-    "api.md": api_page.page,
+    "api.md": api_page.index,
+    **{f"api_{room}.md": partial(api_page.page, room) for room in api_page.ROOMS},
     "messages.md": message_page.page,
     "quickstart.md": quickstart,
     "cases.md": case_page.page,
@@ -47,12 +49,13 @@ GENERATED = {
 def on_config(config: Any) -> Any:
     """`nav` without pages that are not there, and with those that it does not name."""
     there = {path.name for path in (ROOT / "docs").glob("*.md")} | set(GENERATED)
-    named = {page for section in config.nav for pages in section.values() for page in pages}
-    nav = [
-        {title: [page for page in pages if page in there]} for section in config.nav for title, pages in section.items()
-    ]
-    more = sorted(there - named)
-    config.nav = [*nav, {"More": more}] if more else nav
+    sections = [(title, pages) for section in config.nav for title, pages in section.items()]
+    rooms = [{room: f"api_{room}.md"} for room in api_page.ROOMS]
+    more = sorted(
+        there - {page for _, pages in sections for page in pages} - {f"api_{room}.md" for room in api_page.ROOMS}
+    )
+    nav = [{title: [page for page in pages if page in there]} for title, pages in sections]
+    config.nav = [*nav, {"Public names, room by room": rooms}, *([{"More": more}] if more else [])]
     return config
 
 
@@ -65,7 +68,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     """Comments that tell tests how to run a block go; links into the repository become their text."""
-    text = re.sub(r"^<!-- (?:run|shown|before)\b.*?-->\n", "", text, flags=re.M | re.S)
+    text = re.sub(r"^<!-- (?:run|check|shown|before)\b.*?-->\n", "", text, flags=re.M | re.S)
 
     def plain(link: re.Match[str]) -> str:
         if not (ROOT / "docs" / link[2]).exists():
