@@ -435,6 +435,8 @@ def print_memory(
             f" | max reserved: {torch.cuda.max_memory_reserved() / mib:.1f}"
         )
     else:
+        resident = _resident_bytes()
+        text += "" if resident is None else f" | resident: {resident / mib:.1f}"
         text += f" | max resident: {_max_resident_bytes() / mib:.1f}"
     if whole_device:
         used = _device_bytes_used(device)
@@ -452,6 +454,14 @@ def _device_bytes_used(device: torch.device) -> int | None:
         kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
         return (kib["MemTotal"] - kib["MemAvailable"]) * 1024
     except (OSError, KeyError, ValueError):
+        return None
+
+
+def _resident_bytes() -> int | None:
+    """This process's memory now, where Linux tells it."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
         return None
 
 

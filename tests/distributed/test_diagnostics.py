@@ -53,7 +53,7 @@ def test_flags_that_have_nothing_to_do_on_a_cpu_say_what_is_done(profiled):
 
 def test_memory_is_told_after_the_first_iteration_and_at_its_interval(profiled):
     told = re.findall(
-        r"\[Rank 0\] \(after (\d) iterations\) memory \(MB\) \| max resident: \d+\.\d \| "
+        r"\[Rank 0\] \(after (\d) iterations\) memory \(MB\) \| resident: \d+\.\d \| max resident: \d+\.\d \| "
         r"total device memory used: \d+\.\d\n",
         profiled[1],
     )
