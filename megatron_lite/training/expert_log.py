@@ -23,6 +23,7 @@ from megatron_lite import collectives
 from megatron_lite.collectives import group_size
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.training.report_metrics import DROPPED, LOAD
+from megatron_lite.training.run_logs import append_line
 from megatron_lite.transformer.moe.router import LOG_NAMES, TopKRouter
 
 _NAMES = tuple(LOG_NAMES.values())
@@ -147,7 +148,4 @@ class ExpertLog:
         if self._args.moe_expert_capacity_factor:
             kept = found.kept.long().tolist()
             row["kept"] = {str(layer): values for layer, values in zip(found.layers, kept)}
-        folder = Path(self._args.save)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "tokens_per_expert.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(Path(self._args.save) / "tokens_per_expert.jsonl", json.dumps(row))

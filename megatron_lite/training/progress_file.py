@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_lite.log import rank_and_world_size
 from megatron_lite.training.derived import tokens_per_sample
+from megatron_lite.training.run_logs import append_line
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -21,10 +22,8 @@ def append_progress(args: Namespace, message: str) -> None:
     rank, world_size = rank_and_world_size()
     if not args.log_progress or not args.save or rank != 0:
         return
-    Path(args.save).mkdir(parents=True, exist_ok=True)
     job = os.environ.get("SLURM_JOB_ID", "")
-    with open(_path(args), "a", encoding="utf-8") as file:
-        file.write(f"{datetime.now():{_TIME}}\tJob ID: {job}\t# GPUs: {world_size}\t{message}\n")
+    append_line(_path(args), f"{datetime.now():{_TIME}}\tJob ID: {job}\t# GPUs: {world_size}\t{message}")
 
 
 def saved_message(args: Namespace, iteration: int, floating_point_operations: float) -> str:

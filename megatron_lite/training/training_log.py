@@ -38,6 +38,8 @@ from megatron_lite.training.event_files import forget_after
 from megatron_lite.training.expert_log import ExpertLog, ExpertStatistics
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.memory_estimate import memory_of
+from megatron_lite.training.report_metrics import METRICS
+from megatron_lite.training.run_logs import SparingWriter, append_line
 from megatron_lite.training.train_step import StepResult
 from megatron_lite.training.wandb_log import WandbLog
 from megatron_lite.transformer.moe.moe_rules import moe_layers
@@ -83,7 +85,6 @@ class TrainingLog:
         self.wandb = WandbLog(args) if self.is_last_rank and args.wandb_project else None
         global_vars.set_tensorboard_writer(self.writer)
         global_vars.set_wandb_writer(self.wandb.package if self.wandb else None)
-        self.metrics = _metrics_file(args) if self.is_last_rank else None
         self.communication = CommunicationLog(args.log_communication)
         self.experts = ExpertLog(args)
         self.energy = EnergyMeter(args.log_energy, args.device)
@@ -317,9 +318,8 @@ class TrainingLog:
 
     def write_metrics(self, row: dict[str, Any]) -> None:
         """Append one JSON object to `<save>/metrics.jsonl`. A resumed run repeats iterations: the last one counts."""
-        if self.metrics:
-            self.metrics.write(json.dumps(row) + "\n")
-            self.metrics.flush()
+        if self.is_last_rank and self.args.save:
+            append_line(Path(self.args.save) / METRICS, json.dumps(row))
 
     def start_interval(self) -> None:
         """Begin to time the iterations of the next line."""
@@ -336,9 +336,8 @@ class TrainingLog:
     def close(self) -> None:
         """End the files."""
         self._clear_progress()
-        for sink in (self.writer, self.metrics):
-            if sink:
-                sink.close()
+        if self.writer:
+            self.writer.close()
         if self.wandb:
             self.wandb.finish()
 
@@ -362,17 +361,10 @@ def _tensorboard(args: Namespace) -> Any:
     say(f"> setting tensorboard ... ({args.tensorboard_dir})")
     if args.iteration:  # a run that was killed after its last save wrote steps that are now done again
         forget_after(args.tensorboard_dir, args.iteration, args.consumed_train_samples)
-    writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+    writer = SparingWriter(SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size))
     for name, value in sorted(vars(args).items()):
         writer.add_text(name, str(value), global_step=args.iteration)
     return writer
-
-
-def _metrics_file(args: Namespace) -> Any:
-    if not args.save:
-        return None
-    Path(args.save).mkdir(parents=True, exist_ok=True)
-    return open(Path(args.save) / "metrics.jsonl", "a", encoding="utf-8")
 
 
 # -- the summary before the start --------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ FLAGS = f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0 --log-interval 1 --eval-iters 0
     --hidden-dropout 0.1 --use-distributed-optimizer --train-iters {STEPS} --save-interval 5 --save-keep-last 3
     --exit-signal-handler""".split()
-LARGEST_FILE = 4096  # bytes; a checkpoint's tensors are larger, its logs are appended to by fewer
+LARGEST_FILE = 4096  # bytes; a checkpoint's tensors are larger, and so is metrics.jsonl by then
 PATIENCE_S = 120.0  # without a line of output
 
 
@@ -120,10 +120,11 @@ def test_killed_told_to_leave_out_of_space_and_with_a_nan_the_run_ends_with_the_
         finally:
             jobs[-1].end()
     log = "".join(line for job in jobs for line in job.log)
+    (tmp_path / "log").write_text(log)
     assert not waiting and (tmp_path / "nan").exists(), happened
     assert len(jobs) == 3  # restarts after kills and the NaN are torchrun's own, those after SIGTERM are ours
     assert log.count("exiting program after receiving SIGTERM.") == 2
-    assert log.count("NOT saved; training goes on") >= 1
+    assert log.count("NOT saved; training goes on") >= 1 and "metrics.jsonl, training goes on" in log
     assert f"lm loss is nan at iteration {nan_at}" in log
     assert log.count("successfully loaded checkpoint") >= KILLS + 2
     calm, wild = checkpoint_tensors(tmp_path / "quiet"), checkpoint_tensors(save)
