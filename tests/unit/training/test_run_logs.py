@@ -8,9 +8,7 @@ import pytest
 
 from megatron_lite.training.run_logs import SparingWriter, append_line
 
-summary_writer = pytest.importorskip(
-    "torch.utils.tensorboard", reason="the package tensorboard is missing"
-).SummaryWriter
+tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="the package tensorboard is missing")
 
 
 @pytest.fixture
