@@ -1,5 +1,6 @@
 """A full disk costs lines and events of the logs, never the training; what is written is never torn."""
 
+import contextlib
 import resource
 import signal
 import threading
@@ -11,29 +12,31 @@ from megatron_lite.training.run_logs import SparingWriter, append_line
 tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="the package tensorboard is missing")
 
 
-@pytest.fixture
-def limit():
-    """No file of this process may grow beyond so many bytes."""
+@contextlib.contextmanager
+def largest_file(size):
+    """No file of this process may grow beyond so many bytes: not longer than needed, pytest writes files as well."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, ignored)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
-def test_lines_that_do_not_fit_are_lost_whole_and_that_is_said_once(tmp_path, limit, capsys):
+def test_lines_that_do_not_fit_are_lost_whole_and_that_is_said_once(tmp_path, capsys):
     path = tmp_path / "new" / "metrics.jsonl"
     append_line(path, "first")
-    limit(10)  # 6 are there: of the next line 4 would fit
-    append_line(path, "a longer line")
-    append_line(path, "another line")
+    with largest_file(10):  # 6 are there: of the next line 4 would fit
+        append_line(path, "a longer line")
+        append_line(path, "another line")
     assert path.read_bytes() == b"first\n"
     err = capsys.readouterr().err
     assert err.count("cannot write") == 1 and str(path) in err and "training goes on" in err
-    limit(1000)
     append_line(path, "second")
-    limit(15)
-    append_line(path, "a longer line")
+    with largest_file(15):
+        append_line(path, "a longer line")
     assert path.read_bytes() == b"first\nsecond\n" and capsys.readouterr().err.count("cannot write") == 1
 
 
@@ -45,19 +48,18 @@ def _events(folder):
     return [event.step for event in events.Scalars("loss")]
 
 
-def test_tensorboard_drops_events_while_the_disk_is_full_and_begins_another_file(tmp_path, limit, capsys, monkeypatch):
+def test_tensorboard_drops_events_while_the_disk_is_full_and_begins_another_file(tmp_path, capsys, monkeypatch):
     """Its thread ends with the first error; every later call raised that, and the last rank of the run with it."""
     monkeypatch.setattr(threading, "excepthook", lambda info: None)  # the writer's thread prints its end
     now = [0.0]
     writer = SparingWriter(tensorboard.SummaryWriter(str(tmp_path)), lambda: now[0])
     writer.add_scalar("loss", 1.0, 1)
     writer.flush()
-    limit(10)
-    for step in (2, 3):
-        writer.add_scalar("loss", 1.0, step)
-        writer.flush()
+    with largest_file(10):
+        for step in (2, 3):
+            writer.add_scalar("loss", 1.0, step)
+            writer.flush()
     assert capsys.readouterr().err.count("cannot write") == 1
-    limit(100_000)
     writer.add_scalar("loss", 1.0, 4)  # half a minute is not over
     now[0] += 31.0
     writer.add_scalar("loss", 1.0, 5)
