@@ -34,10 +34,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     Args:
         loss_mask, losses: `[b, s]`.
     """
-    mask = loss_mask.reshape(-1).float()
-    total = (losses.reshape(-1).float() * mask).sum()
-    num_tokens = mask.sum()
-    return total, num_tokens, {"lm loss": (total.detach(), num_tokens.detach())}
+    return training.language_model_loss(loss_mask, losses)
 
 
 def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:

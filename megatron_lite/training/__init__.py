@@ -41,6 +41,7 @@ __getattr__, __dir__, __all__ = lazy_face(
         "gpt_data": ["gpt_dataset_class", "gpt_dataset_config"],
         "t5_data": ["get_t5_batch"],
         "initialize": ["initialize_megatron", "set_random_seed"],
+        "losses": ["language_model_loss"],
         "model_parts": ["build_datasets", "build_model"],
         "model_setup": ["get_model", "setup_model_and_optimizer"],
         "global_vars": [
