@@ -1,7 +1,6 @@
-"""`megatron-lite serve`: a checkpoint of GPT behind HTTP, with Megatron's requests.
+"""`megatron-lite serve`: a checkpoint of GPT behind HTTP, with Megatron's requests and those of OpenAI's completions.
 
-    curl -X PUT localhost:5000/api -H 'Content-Type: application/json' \\
-         -d '{"prompts": ["def read("], "tokens_to_generate": 32}'
+    curl -X PUT localhost:5000/api -d '{"prompts": ["def read("], "tokens_to_generate": 32}'
 
     a thread a connection: JSON -> TextRequest -> jobs --submit--> the one thread that runs the model (Engine)
                            JSON <- texts, segments, log-probabilities <- jobs that are done
@@ -21,17 +20,18 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 
+from megatron_lite.cli.completions import completion_of, read_completion
 from megatron_lite.cli.generate import prompt_ids
 from megatron_lite.cli.loaded_model import LoadedModel, load_model
 from megatron_lite.cli.text_engine import Bounds, Engine, Job, bytes_of_a_token
-from megatron_lite.cli.text_requests import TextRequest, read_request
+from megatron_lite.cli.text_requests import TextRequest, answer_of, read_request
 from megatron_lite.errors import ConfigError, MegatronLiteError
 from megatron_lite.log import say
 from megatron_lite.training.families import FAMILIES, family_of
@@ -81,17 +81,19 @@ class TextServer(ThreadingHTTPServer):
             )
         return jobs
 
-    def _job(self, request: TextRequest, text: str) -> Job:
-        tokenizer, ids = self.tokenizer, prompt_ids(self.tokenizer, text)
+    def _job(self, request: TextRequest, prompt: str | list[int]) -> Job:
+        tokenizer = self.tokenizer
+        ids = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else prompt
         if request.add_BOS:
             ids = [tokenizer.special_tokens_dict.get("bos_token", tokenizer.eod), *ids]
-        if request.stop_token is not None and request.stop_token >= tokenizer.vocab_size:
-            raise ConfigError(f"stop_token: {request.stop_token}", why=f"there are {tokenizer.vocab_size} tokens")
+        for name, token in (("stop_token", request.stop_token), ("a prompt's token", max(ids))):
+            if token is not None and token >= tokenizer.vocab_size:
+                raise ConfigError(f"{name}: {token}", why=f"there are {tokenizer.vocab_size} tokens")
         last = {tokenizer.eod, request.stop_token}
-        end = "\n" if request.stop_on_eol else "\n\n" if request.stop_on_double_eol else None
+        tails = [(text, len(text.encode()) + 8) for text in request.ends_of_text]  # no more tokens than it has bytes
 
         def ends(answer: Sequence[int]) -> bool:
-            return answer[-1] in last or (end is not None and tokenizer.detokenize(answer[-4:]).endswith(end))
+            return answer[-1] in last or any(text in tokenizer.detokenize(answer[-tail:]) for text, tail in tails)
 
         return Job(
             prompt=ids,
@@ -103,27 +105,25 @@ class TextServer(ThreadingHTTPServer):
             num_top=request.top_n_logprobs,
         )
 
-    def answer(self, request: TextRequest) -> dict[str, Any]:
-        """Submits the request and waits. Raises: ConfigError."""
+    def run(self, request: TextRequest) -> list[Job]:
+        """Submits the request and waits until its jobs are done. Raises: ConfigError."""
         jobs = self.jobs_of(request)
         self.engine.submit(jobs)
         for job in jobs:
             job.done.wait()
             if job.error is not None:
                 raise job.error
-        shown = [job.ids[:-1] if job.answer and job.ids[-1] == self.tokenizer.eod else job.ids for job in jobs]
-        found: dict[str, Any] = {
-            "text": [self.tokenizer.detokenize(ids) for ids in shown],
-            "segments": [[self.tokenizer.detokenize([token]) for token in job.ids] for job in jobs],
-        }
-        if request.logprobs:
-            found["logprobs"] = [job.logprobs for job in jobs]
-        if request.top_n_logprobs:
-            found["top_n_logprobs"] = [
-                [{self.tokenizer.detokenize([token]): value for token, value in place.items()} for place in job.top]
-                for job in jobs
-            ]
-        return found
+        return jobs
+
+
+# Path -> (JSON -> request, what is answered when it is done).
+Reader = Callable[[Any], TextRequest]
+Writer = Callable[[TextRequest, Sequence[Job], Any], dict[str, Any]]
+APIS: dict[str, tuple[Reader, Writer]] = {
+    "/api": (read_request, answer_of),
+    "/v1/completions": (read_completion, completion_of),
+    "/completions": (read_completion, completion_of),
+}
 
 
 def _hashed(text: str) -> int:
@@ -137,15 +137,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path != "/health":
-            return self._send(HTTPStatus.NOT_FOUND, {"message": "there are PUT and POST /api, and GET /health"})
+            return self._send(
+                HTTPStatus.NOT_FOUND, {"message": f"there are PUT and POST {', '.join(APIS)}; GET /health"}
+            )
         engine = self.server.engine
         self._send(HTTPStatus.OK, {"status": "ok", "running": len(engine.running), "steps": engine.steps})
 
     def do_POST(self) -> None:
         begin, request = time.monotonic(), None
         try:
-            request = read_request(self._body())
-            status, answer = HTTPStatus.OK, self.server.answer(request)
+            if self.path not in APIS:
+                raise Refused(HTTPStatus.NOT_FOUND, f"nothing answers at {self.path}; there are {', '.join(APIS)}")
+            read, write = APIS[self.path]
+            request = read(self._body())
+            status, answer = HTTPStatus.OK, write(request, self.server.run(request), self.server.tokenizer)
         except Refused as refused:
             status, answer = refused.status, {"message": str(refused)}
         except MegatronLiteError as error:
@@ -162,8 +167,6 @@ class _Handler(BaseHTTPRequestHandler):
     do_PUT = do_POST
 
     def _body(self) -> Any:
-        if self.path != "/api":
-            raise Refused(HTTPStatus.NOT_FOUND, f"nothing answers at {self.path}; there is /api")
         length = self.headers.get("Content-Length", "")
         if not length.isdigit():
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "the header Content-Length says how long the JSON is")

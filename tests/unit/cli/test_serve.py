@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lite.cli import serve
+from megatron_lite.cli import completions, serve
 from megatron_lite.cli.generate import Generator
 from megatron_lite.cli.sampling import Sampling
 from megatron_lite.cli.text_requests import FIELDS, NOT_HERE, read_request
@@ -152,7 +152,7 @@ def test_a_text_ends_where_it_is_told_to(client, model):
 def test_lines_end_texts(model):
     server = SimpleNamespace(tokenizer=TOKENIZER, _seeds=iter(range(1, 99)))
     job = serve.TextServer._job(server, read_request({"prompts": ["a\n"], "stop_on_eol": True}), "a\n")
-    assert job.ends([10]) and not job.ends([10, 65])
+    assert job.ends([65, 10]) and not job.ends([65, 66])
     job = serve.TextServer._job(server, read_request({"prompts": ["a\n"], "stop_on_double_eol": True}), "a\n")
     assert not job.ends([10]) and job.ends([65, 10, 10]) and job.ends([TOKENIZER.eod])
     begun = serve.TextServer._job(server, read_request({"prompts": ["a"], "add_BOS": True}), "a")
@@ -287,9 +287,78 @@ def test_a_process_of_a_launcher_is_a_world_of_its_own(monkeypatch):
     assert serve.take_replica() == 2 and serve.take_replica() == 0
 
 
+# ------------------------------------------------------------------------------------------------- /v1/completions
+def complete(client, **fields):
+    status, answer = client.send(fields, method="POST", path="/v1/completions")
+    assert status == 200, answer
+    return answer
+
+
+def test_completions_are_the_texts_of_api(client):
+    ours = client.ok(["ab", "xyz"], tokens_to_generate=6, temperature=0.7, random_seed=4)["text"]
+    theirs = complete(client, prompt=["ab", "xyz"], max_tokens=6, temperature=0.7, seed=4, model="any")
+    assert [choice["text"] for choice in theirs["choices"]] == [ours[0][2:], ours[1][3:]]
+    assert [choice["index"] for choice in theirs["choices"]] == [0, 1]
+    assert theirs["object"] == "text_completion" and theirs["model"] == "any"
+    assert theirs["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
+    assert {choice["finish_reason"] for choice in theirs["choices"]} == {"length"}
+    of_tokens = complete(client, prompt=[97, 98], max_tokens=6, temperature=0.7, seed=4)
+    assert of_tokens["choices"][0]["text"] == theirs["choices"][0]["text"]
+
+
+def test_a_harness_learns_how_likely_a_text_is(client, model):
+    """Evaluation harnesses ask with echo and logprobs, and sum the log-probabilities of the continuation's tokens."""
+    ids = TOKENIZER.tokenize("hello")
+    found = complete(client, prompt=[ids, ids[:3]], max_tokens=1, echo=True, logprobs=1, temperature=0, seed=1)
+    choice = found["choices"][0]
+    logprobs = choice["logprobs"]
+    assert choice["text"].startswith("hello") and logprobs["tokens"][:5] == list("hello")
+    assert logprobs["text_offset"][:5] == [0, 1, 2, 3, 4]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), torch.arange(5)[None], None)[0, :, : TOKENIZER.vocab_size]
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None]).squeeze(1)
+    assert logprobs["token_logprobs"][1:5] == pytest.approx(expected.tolist(), abs=1e-4)
+    assert len(logprobs["token_logprobs"]) == 6 and len(found["choices"][1]["logprobs"]["tokens"]) == 4
+    judged = complete(client, prompt="hello", max_tokens=0, echo=True, logprobs=0)["choices"][0]
+    assert judged["text"] == "hello" and judged["logprobs"]["top_logprobs"] is None
+    assert len(judged["logprobs"]["token_logprobs"]) == 5
+
+
+def test_a_stop_ends_a_completion_and_is_no_part_of_it(client):
+    whole = complete(client, prompt="ab", max_tokens=12, temperature=0)["choices"][0]["text"]
+    stop = whole[3]
+    choice = complete(client, prompt="ab", max_tokens=12, temperature=0, stop=[stop, "never"])["choices"][0]
+    assert choice["text"] == whole[: whole.index(stop)] and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "prompt is missing"),
+        ({"prompt": []}, "a text, tokens, or a list of"),
+        ({"prompt": ["a", [1]]}, "a text, tokens, or a list of"),
+        ({"prompt": [[]]}, "a text, tokens, or a list of"),
+        ({"prompt": [9999]}, "there are"),
+        ({"prompt": "a", "n": 2}, "n: 2 cannot be done here"),
+        ({"prompt": "a", "stream": True}, "stream: True cannot be done here"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens: 0 without echo"),
+        ({"prompt": "a", "stop": ["a"] * 5}, "up to 4 texts"),
+        ({"prompt": "a", "messages": []}, "unknown field messages"),
+    ],
+    ids=str,
+)
+def test_a_wrong_completion_is_answered_with_its_reason(client, fields, words):
+    status, answer = client.send(fields, method="POST", path="/v1/completions")
+    assert status == 400 and words in answer["message"], answer
+
+
 def test_every_field_is_read_or_refused():
     """A field that is taken and not done gives an answer to another question."""
-    assert not set(FIELDS) & set(NOT_HERE)
+    assert not set(FIELDS) & set(NOT_HERE) and not set(completions.FIELDS) & set(completions.NOT_HERE)
+    for name, (nothing, _) in completions.NOT_HERE.items():
+        for value in nothing:
+            completions.read_completion({"prompt": "a", name: value})
     for name, (nothing, _) in NOT_HERE.items():
         for value in nothing:
             read_request({"prompts": ["a"], name: value})
