@@ -13,7 +13,7 @@ class Worlds:
 
     def __call__(self, size: int) -> World:
         if size not in self._worlds or self._worlds[size].closed:
-            self._worlds[size] = World(size)
+            self._worlds[size] = World(size, timeout=180)  # a busy machine takes a minute for seconds of work
         return self._worlds[size]
 
     def close(self) -> None:
