@@ -73,7 +73,7 @@ class HangWatch:
         """How long a collective may take from now on."""
         self._limit = limit_s
         self._pulse = min(_SLOWEST_PULSE_S, limit_s / 40)
-        self._patience = max(1.0, 2.5 * self._pulse)
+        self._patience = max(2.0, 2.5 * self._pulse)
 
     def note(self, doing: str) -> None:
         """What this rank does now, for a report: "iteration 12"."""
