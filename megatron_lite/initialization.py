@@ -24,9 +24,11 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megatron_lite.sharding import ShardSpec, whole
 
@@ -92,6 +94,16 @@ def deferred_initialization() -> Iterator[None]:
         yield
     finally:
         _deferred = before
+
+
+class parameters_on_meta(TorchFunctionMode):
+    """Models built inside have parameters without memory (made by `torch.empty`) and buffers with values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None and "out" not in kwargs:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def initialize_parameters(model: nn.Module, seed: int | None = None) -> None:

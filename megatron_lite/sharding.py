@@ -87,6 +87,24 @@ def split(name: str, local_shape: Index, dim: int, rank: int, size: int, stride:
     return ShardSpec(name, global_shape, pieces)
 
 
+def rows(spec: ShardSpec, begin: int, end: int) -> ShardSpec:
+    """Where the rows `[begin, end)` of a rank's tensor lie in the global one; they are a tensor of their own."""
+    pieces = []
+    for piece in spec.pieces:
+        first = max(begin, piece.local_offset[0])
+        last = min(end, piece.local_offset[0] + piece.shape[0])
+        if first < last:
+            there = piece.global_offset[0] + first - piece.local_offset[0]
+            pieces.append(
+                Piece(
+                    (there, *piece.global_offset[1:]),
+                    (first - begin, *piece.local_offset[1:]),
+                    (last - first, *piece.shape[1:]),
+                )
+            )
+    return ShardSpec(spec.name, spec.global_shape, tuple(pieces))
+
+
 def boxes_of_range(shape: Index, begin: int, end: int) -> Iterator[tuple[Index, Index]]:
     """The range `[begin, end)` of a flattened tensor as boxes (offset, shape): part of a row, whole rows, part of one.
 

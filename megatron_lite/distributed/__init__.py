@@ -6,7 +6,10 @@ __getattr__, __dir__, __all__ = lazy_face(
     __name__,
     {
         "distributed_data_parallel_config": ["DistributedDataParallelConfig"],
-        "distributed_data_parallel": ["DistributedDataParallel", "whole_parameters"],
+        "data_parallel_base": ["DataParallelBase", "broadcast_parameters", "held_part", "whole_parameters"],
+        "distributed_data_parallel": ["DistributedDataParallel"],
+        "fully_sharded_config": ["FullyShardedConfig", "TorchFullyShardedDataParallelConfig"],
+        "torch_fully_sharded_data_parallel": ["FullyShardedDataParallel", "TorchFullyShardedDataParallel"],
         "finalize_model_grads": ["finalize_model_grads"],
         "param_and_grad_buffer": ["ParamAndGradBuffer", "Bucket"],
         "bucket_group": ["BucketGroup"],

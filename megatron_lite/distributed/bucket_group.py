@@ -109,7 +109,7 @@ class BucketGroup:
             if config.check_for_nan_in_grad:
                 check_for_nan(bucket)
             if config.check_for_large_grads:
-                self._large[number].check(bucket)
+                self._large[number].check(bucket.grad_data, bucket.params, bucket.number)
             if not config.gradient_reduce_div_fusion and bucket.gradient_scaling_factor != 1.0:
                 bucket.grad_data.mul_(bucket.gradient_scaling_factor)
         sharded = config.use_distributed_optimizer and not force_all_reduce

@@ -15,18 +15,19 @@ layers written for Megatron do; the stand-in is then dropped.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lite import collectives
 from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.config_logger import log_config_to_disk
 from megatron_lite.distributed.bucket_group import BucketGroup
 from megatron_lite.distributed.buffer_layout import default_bucket_size
+from megatron_lite.distributed.data_parallel_base import DataParallelBase, broadcast_parameters
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_lite.errors import ConfigError
@@ -34,7 +35,7 @@ from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.process_groups_config import ProcessGroupCollection
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(DataParallelBase):
     """A model whose gradients are summed over the ranks that hold it.
 
     Args:
@@ -47,11 +48,10 @@ class DistributedDataParallel(nn.Module):
             with several instances of a distributed optimizer, first over `intra_dp_cp` (`intra_expt_dp`), then over
             `inter_dist_opt`.
 
-    Attributes: grad_buffers: the flat buffers; bucket_groups: what is reduced together, in launching order;
-        force_all_reduce: bring gradients to every rank also with a distributed optimizer;
-        modules_after_grad_sync: modules with a method `after_grad_sync(pg_collection)`, called by finalize_model_grads;
-        copies_over_stages: the model's, if it has some: global name -> shape of parameters that several stages hold.
+    Attributes: bucket_groups: what is reduced together, in launching order; others: see `DataParallelBase`.
     """
+
+    grad_buffers: list[ParamAndGradBuffer]
 
     def __init__(
         self,
@@ -62,12 +62,15 @@ class DistributedDataParallel(nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         log_config_to_disk(config, locals())
-        super().__init__()
-        self.config, self.ddp_config, self.module = config, ddp_config, module
-        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self._per_token = bool(getattr(config, "calculate_per_token_loss", False))
-        self.force_all_reduce = False
-        _check(ddp_config, self._per_token, self.pg_collection)
+        super().__init__(config, ddp_config, module, pg_collection)
+        _check_instances(ddp_config, self.pg_collection)
+        if ddp_config.use_megatron_fsdp and ddp_config.data_parallel_sharding_strategy not in ("no_shard", "optim"):
+            raise ConfigError(
+                f'DistributedDataParallel with use_megatron_fsdp=True and data_parallel_sharding_strategy="'
+                f'{ddp_config.data_parallel_sharding_strategy}"',
+                why="weights and gradients are whole here",
+                fix="FullyShardedDataParallel, of the same package",
+            )
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.bucket_size = self._bucket_size(disable_bucketing, sum(p.numel() for _, p in trainable))
         self.grad_buffers = self._make_buffers(trainable)
@@ -83,9 +86,6 @@ class DistributedDataParallel(nn.Module):
             accumulator: Any = node.next_functions[0][0]
             accumulator.register_hook(self._hook(param, self._group_of[param]))
             self._accumulators.append(accumulator)
-        self.modules_after_grad_sync: list[Any] = [m for m in module.modules() if hasattr(m, "after_grad_sync")]
-        stated = (getattr(m, "copies_over_stages", None) for m in module.modules())
-        self.copies_over_stages: dict[str, tuple[int, ...]] = next((copies for copies in stated if copies), {})
         self._pre_hooks: list[Any] = []
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
@@ -153,7 +153,7 @@ class DistributedDataParallel(nn.Module):
         An expert has received the tokens of all expert-parallel ranks, which are a part of the data-parallel batch: its
         sum is divided by dp_cp as well, not by the smaller number of ranks that hold it.
         """
-        if self._per_token:
+        if self.per_token:
             return 1.0
         dp_cp = group_size(self.pg_collection.dp_cp)
         if self.ddp_config.average_in_collective:
@@ -176,16 +176,11 @@ class DistributedDataParallel(nn.Module):
 
         return hook
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's own."""
-        return self.module(*inputs, **kwargs)
-
     # -- a step --------------------------------------------------------------------------------------------------
 
     def zero_grad_buffer(self) -> None:
         """Start a step: gradients to zero, counts to zero."""
-        for buffer in self.grad_buffers:
-            buffer.zero()
+        super().zero_grad_buffer()
         for group in self.bucket_groups:
             group.reset()
 
@@ -216,11 +211,6 @@ class DistributedDataParallel(nn.Module):
         """
         for group in self.bucket_groups:
             group.finish_grad_sync(force_all_reduce or self.force_all_reduce)
-
-    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """All gradients times a number."""
-        for buffer in self.grad_buffers:
-            buffer.scale(scaling_factor)
 
     # -- parameters of a distributed optimizer ---------------------------------------------------------------------
 
@@ -290,45 +280,11 @@ class DistributedDataParallel(nn.Module):
         """Give every rank the weights of the first one that holds them."""
         for buffer in self.grad_buffers:
             collectives.broadcast(buffer.param_data, buffer.group, purpose="initial weights")
-        for param in self.module.parameters():
-            if not param.requires_grad:
-                is_expert = not getattr(param, "allreduce", True)
-                group = self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
-                collectives.broadcast(param.data, group, purpose="initial weights")
-
-    # -- the state is the model's --------------------------------------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's, under its own names."""
-        self.finish_param_sync()
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The model's."""
-        assert not assign, "parameters live in flat memory: values are copied in"
-        self.finish_param_sync()  # a gather under way would overwrite what is loaded
-        return self.module.load_state_dict(state_dict, strict=strict)
+        broadcast_parameters((p for p in self.module.parameters() if not p.requires_grad), self.pg_collection)
 
 
-def whole_parameters(chunks: Iterable[nn.Module]) -> None:
-    """Before parameters are read other than by forward (norms, checkpoints): gather those that forward would have.
-
-    Args:
-        chunks: under DDP or bare.
-    """
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel):
-            chunk.finish_param_sync()
-
-
-def _check(ddp_config: DistributedDataParallelConfig, per_token: bool, pg_collection: ProcessGroupCollection) -> None:
-    """Raises ConfigError for options that contradict the model or the groups."""
-    if ddp_config.average_in_collective and per_token:
-        raise ConfigError(
-            "--ddp-average-in-collective with --calculate-per-token-loss",
-            why="gradients are then sums over tokens and divided by the tokens of all ranks",
-            fix="leave one of them out",
-        )
+def _check_instances(ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection) -> None:
+    """Raises: ConfigError for groups that are not the instances'."""
     instances = ddp_config.num_distributed_optimizer_instances
     if instances > 1:
         for whole, part in (("dp_cp", "intra_dp_cp"), ("expt_dp", "intra_expt_dp")):

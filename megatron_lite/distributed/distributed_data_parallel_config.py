@@ -52,15 +52,17 @@ class DistributedDataParallelConfig:
     nccl_ub: bool = flag(False, "Buffers in memory that NCCL has registered.", name="--use-nccl-ub")
     disable_symmetric_registration: bool = flag(False, "Register such buffers each rank for itself.")
 
+    # -- fully sharded (flags: FullyShardedConfig): what FullyShardedDataParallel does
+    use_megatron_fsdp: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
+    suggested_communication_unit_size: int | None = None
+
     # -- not in this version: refused unless left at the default
     delay_wgrad_compute: bool = False
     fp8_param_gather: bool = False
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
     keep_fp8_transpose_cache: bool = False
-    use_megatron_fsdp: bool = False
-    data_parallel_sharding_strategy: str = "no_shard"
     outer_dp_sharding_strategy: str = "no_shard"
-    suggested_communication_unit_size: int | None = None
     preserve_fp32_weights: bool = True
     fsdp_double_buffer: bool = False
     fsdp_manual_registration: bool = False
@@ -148,17 +150,9 @@ _NOT_HERE = (
         "leave it at False: parameters are gathered in their own format",
     ),
     (
-        (
-            "use_megatron_fsdp",
-            "data_parallel_sharding_strategy",
-            "outer_dp_sharding_strategy",
-            "suggested_communication_unit_size",
-            "preserve_fp32_weights",
-            "fsdp_double_buffer",
-            "fsdp_manual_registration",
-        ),
-        "fully sharded data parallelism",
-        "leave it at its default, and use_distributed_optimizer=True to shard the optimizer's state",
+        ("outer_dp_sharding_strategy", "preserve_fp32_weights", "fsdp_double_buffer", "fsdp_manual_registration"),
+        "this detail of Megatron's own fully sharded data parallelism",
+        "leave it at its default",
     ),
 )
 _DEFAULTS = {item.name: item.default for item in fields(DistributedDataParallelConfig)}

@@ -27,14 +27,14 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
 from megatron_lite.collectives import group_size
-from megatron_lite.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron_lite.distributed.data_parallel_base import DataParallelBase
 from megatron_lite.distributed.param_and_grad_buffer import reduced_grad
 from megatron_lite.process_groups_config import ProcessGroupCollection
 
 
 @torch.no_grad()
 def finalize_model_grads(
-    model: list[DistributedDataParallel],
+    model: list[DataParallelBase],
     num_tokens: Tensor | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> None:
@@ -72,7 +72,7 @@ def finalize_model_grads(
             chunk.scale_gradients(scale)
 
 
-def _reduce_conditional_embedders(model: list[DistributedDataParallel], pp: ProcessGroup | None) -> None:
+def _reduce_conditional_embedders(model: list[DataParallelBase], pp: ProcessGroup | None) -> None:
     """Embedders of a diffusion model's condition: every stage holds a copy and uses it in its own layers."""
     if group_size(pp) == 1:
         return
@@ -91,7 +91,7 @@ def _reduce_conditional_embedders(model: list[DistributedDataParallel], pp: Proc
             other.copy_(first)
 
 
-def _reduce_over_tensor_parallel_ranks(model: list[DistributedDataParallel], tp: ProcessGroup | None) -> None:
+def _reduce_over_tensor_parallel_ranks(model: list[DataParallelBase], tp: ProcessGroup | None) -> None:
     """One all-reduce for the sums, one for the means."""
     if group_size(tp) == 1:
         return
@@ -126,7 +126,7 @@ def _is_head_norm(name: str, param: nn.Parameter) -> bool:
 
 
 def _reduce_shared(
-    model: list[DistributedDataParallel], group: ProcessGroup | None, is_shared: Callable[[nn.Parameter], bool]
+    model: list[DataParallelBase], group: ProcessGroup | None, is_shared: Callable[[nn.Parameter], bool]
 ) -> None:
     """Sum the gradients of copies of one parameter that live on several stages."""
     if group_size(group) == 1:
@@ -137,7 +137,7 @@ def _reduce_shared(
                 collectives.all_reduce(reduced_grad(param), group, purpose="shared embedding gradients")
 
 
-def _reduce_copies(model: list[DistributedDataParallel], pp: ProcessGroup | None) -> None:
+def _reduce_copies(model: list[DataParallelBase], pp: ProcessGroup | None) -> None:
     """Sum the gradients of a model's `copies_over_stages`: global name -> shape of what some stages or chunks hold.
 
     Every stage takes part, with zeros for what it does not hold.

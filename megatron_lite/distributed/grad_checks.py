@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lite.distributed.param_and_grad_buffer import Bucket, reduced_grad
 from megatron_lite.errors import RankFailure
@@ -29,13 +29,33 @@ def check_for_nan(bucket: Bucket) -> None:
         return
     bad = [name for name, param in bucket.params.items() if not bool(torch.isfinite(reduced_grad(param)).all())]
     if bad:
-        rank, _ = rank_and_world_size()
-        raise RankFailure(
-            f"rank {rank}: NaN or Inf in the gradient of {some(bad)} (bucket {bucket.number}, "
-            f"before it is summed over ranks, on {bucket.grad_data.device})",
-            why="the sum would carry it to every rank; no weight has been changed by this step",
-            fix="look at this rank's batch, lower --lr, or skip such steps with --no-check-for-nan-in-loss-and-grad",
+        raise _nan_in(
+            f"{some(bad)} (bucket {bucket.number}, before it is summed over ranks, on {bucket.grad_data.device})"
         )
+
+
+def not_finite(units: Sequence[tuple[str, Tensor]]) -> None:
+    """Stop when gradients of a fully sharded model were NaN or Inf on this rank, before they were summed.
+
+    Args:
+        units: (name of a module whose gradients travelled together, whether all were finite: bool scalar).
+    Raises: RankFailure naming the rank and the modules.
+    """
+    if not units:
+        return
+    finite = torch.stack([flag for _, flag in units])
+    if not bool(finite.all()):
+        bad = [name for (name, _), good in zip(units, finite.tolist()) if not good]
+        raise _nan_in(f"{some(list(dict.fromkeys(bad)))} (before it is summed over ranks, on {finite.device})")
+
+
+def _nan_in(what: str) -> RankFailure:
+    rank, _ = rank_and_world_size()
+    return RankFailure(
+        f"rank {rank}: NaN or Inf in the gradient of {what}",
+        why="the sum would carry it to every rank; no weight has been changed by this step",
+        fix="look at this rank's batch, lower --lr, or skip such steps with --no-check-for-nan-in-loss-and-grad",
+    )
 
 
 class LargeGradients:
@@ -50,18 +70,27 @@ class LargeGradients:
         self.factor, self.warm_up = factor, warm_up
         self.seen, self.largest = 0, 0.0
 
-    def check(self, bucket: Bucket) -> None:
-        """Look at the bucket's gradients and remember their norm.
+    def check(
+        self,
+        grads: Tensor,
+        params: Mapping[str, nn.Parameter],
+        bucket: int,
+        when: str = "before it is summed over ranks",
+    ) -> None:
+        """Look at the flat gradients of some parameters and remember their norm.
+
+        Args:
+            bucket: its number, and `when` they are looked at: for the message.
 
         Raises: RankFailure naming the rank, the bucket, and the parameters that made the norm large.
         """
-        norm = float(torch.linalg.vector_norm(bucket.grad_data, dtype=torch.float32))
+        norm = float(torch.linalg.vector_norm(grads, dtype=torch.float32))
         if self.seen >= self.warm_up and norm > self.factor * self.largest:
             rank, _ = rank_and_world_size()
             raise RankFailure(
-                f"rank {rank}: the gradients of bucket {bucket.number} have norm {norm:.3g}, the largest of {self.seen}"
-                f" before was {self.largest:.3g}; most of it is in {some(_largest(bucket.params))} "
-                f"(before it is summed over ranks, on {bucket.grad_data.device})",
+                f"rank {rank}: the gradients of bucket {bucket} have norm {norm:.3g}, the largest of {self.seen}"
+                f" before was {self.largest:.3g}; most of it is in {some(_largest(params))} "
+                f"({when}, on {grads.device})",
                 why=f"--check-for-large-grads stops at {self.factor:g} times the running maximum; no weight has been "
                 "changed by this step",
                 fix="look at this rank's batch, lower --lr, or leave --check-for-large-grads out",

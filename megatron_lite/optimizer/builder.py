@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 from megatron_lite import collectives
 from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.config_logger import log_config_to_disk
-from megatron_lite.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron_lite.distributed.data_parallel_base import DataParallelBase
 from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_lite.errors import ConfigError
 from megatron_lite.log import rank_and_world_size
 from megatron_lite.optimizer.distrib_optimizer import DistributedOptimizer, owned_ranges, whole_range
-from megatron_lite.optimizer.flat_shard import FlatShard, Storage, divide_for_host
+from megatron_lite.optimizer.flat_shard import ApartShard, FlatShard, Storage, divide_for_host
 from megatron_lite.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron_lite.optimizer.inner import check_optimizer, torch_optimizers
 from megatron_lite.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -41,7 +41,7 @@ def get_megatron_optimizer(
     """The optimizer of a model copy's chunks on this rank. Collective over the ranks of the copy.
 
     Args:
-        model_chunks: under DistributedDataParallel, whose flat buffers are stepped on.
+        model_chunks: under DistributedDataParallel or fully sharded: their flat buffers are stepped on.
         no_weight_decay_cond, scale_lr_cond, lr_mult: see `get_param_groups`.
         use_gloo_process_groups: accepted for scripts written for Megatron; nothing here needs CPU groups of its own.
         pg_collection: None = the registered groups.
@@ -53,15 +53,17 @@ def get_megatron_optimizer(
     check_optimizer(config)
     if config.lr is None:
         raise ConfigError("--lr is missing", why="an optimizer needs a learning rate", fix="for example --lr 3e-4")
-    chunks: list[DistributedDataParallel] = []
+    chunks: list[DataParallelBase] = []
     for chunk in model_chunks:
-        if not isinstance(chunk, DistributedDataParallel):
+        if not isinstance(chunk, DataParallelBase):
             raise ConfigError(
                 f"get_megatron_optimizer was given a bare {type(chunk).__name__}",
                 why="the optimizer steps on the flat buffers of DistributedDataParallel, also on one rank",
                 fix="DistributedDataParallel(config, ddp_config, module)",
             )
-        if chunk.ddp_config.use_distributed_optimizer != config.use_distributed_optimizer:
+        if chunk.is_fully_sharded:
+            _check_fully_sharded(config)
+        elif chunk.ddp_config.use_distributed_optimizer != config.use_distributed_optimizer:
             raise ConfigError(
                 f"use_distributed_optimizer is {chunk.ddp_config.use_distributed_optimizer} in "
                 f"DistributedDataParallelConfig and {config.use_distributed_optimizer} in OptimizerConfig",
@@ -81,26 +83,30 @@ def get_megatron_optimizer(
     scaler = _grad_scaler(config)
     parts: list[MegatronOptimizer] = []
     for is_expert in sorted({group["is_expert_parallel"] for group in groups}):
-        buffers = [buffer for chunk in chunks for buffer in chunk.grad_buffers if buffer.is_expert == is_expert]
+        buffers: list[Any] = [b for chunk in chunks for b in chunk.grad_buffers if b.is_expert == is_expert]
         numbers = [number for number, group in enumerate(groups) if group["is_expert_parallel"] == is_expert]
         shards = [
-            FlatShard(buffer, part, group_of, counted, apart=matrices, storage=_storage(config, on_host))
-            for buffer in buffers
-            for range in (owned_ranges(buffer) if config.use_distributed_optimizer else [whole_range(buffer)])
-            for part, on_host in divide_for_host(buffer, range, _offloaded(config, device))
+            shard
+            for chunk in chunks
+            for buffer in chunk.grad_buffers
+            if buffer.is_expert == is_expert
+            for shard in _shards(chunk, buffer, config, group_of, counted, matrices)
         ]
         own_groups = {number: groups[number] for number in numbers}
         optimizers = torch_optimizers(config, own_groups, shards, buffers, pg_collection, stacked)
-        if config.use_distributed_optimizer:
+        whole = not any(chunk.is_fully_sharded for chunk in chunks)
+        if config.use_distributed_optimizer or not whole:
             group = _stats_group_of_shards(pg_collection, buffers, is_expert)
-            parts.append(DistributedOptimizer(optimizers, config, shards, scaler, group, device, chunks))
         else:
             group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
+        if config.use_distributed_optimizer and whole:
+            parts.append(DistributedOptimizer(optimizers, config, shards, scaler, group, device, chunks))
+        else:
             parts.append(MegatronOptimizer(optimizers, config, shards, scaler, group, device))
     return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
-def _dump_groups(path: Path, chunks: Sequence[DistributedDataParallel], group_of: Mapping[nn.Parameter, int]) -> None:
+def _dump_groups(path: Path, chunks: Sequence[DataParallelBase], group_of: Mapping[nn.Parameter, int]) -> None:
     """Write the group of every parameter of the whole model, by global name. Collective; rank 0 writes."""
     mine = {
         getattr(getattr(param, "shard", None), "name", name): group_of[param]
@@ -113,6 +119,47 @@ def _dump_groups(path: Path, chunks: Sequence[DistributedDataParallel], group_of
         groups = {name: number for of_rank in everyone for name, number in of_rank.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(groups, indent=1) + "\n", encoding="utf-8")
+
+
+def _shards(
+    chunk: DataParallelBase,
+    buffer: Any,
+    config: OptimizerConfig,
+    group_of: dict[nn.Parameter, int],
+    counted: set[nn.Parameter],
+    matrices: set[int],
+) -> Iterator[FlatShard]:
+    """What this rank's optimizer owns of a buffer."""
+    if chunk.is_fully_sharded:
+        is_16_bit = chunk.model_dtype != torch.float32
+        yield ApartShard(buffer, group_of, counted, is_16_bit, _storage(config, on_host=False))
+        return
+    device = buffer.grad_data.device
+    for range in owned_ranges(buffer) if config.use_distributed_optimizer else [whole_range(buffer)]:
+        for part, on_host in divide_for_host(buffer, range, _offloaded(config, device)):
+            yield FlatShard(buffer, part, group_of, counted, apart=matrices, storage=_storage(config, on_host))
+
+
+def _check_fully_sharded(config: OptimizerConfig) -> None:
+    """Raises: ConfigError for what needs more of a matrix, or another place for it, than a rank's rows."""
+    refused = {
+        "--optimizer muon": (config.optimizer == "muon", "it needs whole matrices"),
+        "--optimizer-cpu-offload": (
+            config.optimizer_cpu_offload,
+            "weights are stepped on where they are gathered from",
+        ),
+        "--main-grads-dtype bf16": (
+            config.main_grads_dtype != torch.float32,
+            "the parts' gradients are summed in fp32",
+        ),
+    }
+    for flag, (asked, why) in refused.items():
+        if asked:
+            raise ConfigError(
+                f"{flag} with fully sharded data parallelism",
+                why=why,
+                fix="leave it out, or --use-distributed-optimizer in place of the full sharding",
+            )
 
 
 def _offloaded(config: OptimizerConfig, device: torch.device) -> float:
@@ -131,7 +178,7 @@ def _storage(config: OptimizerConfig, on_host: bool) -> Storage:
 
 
 def _stacked_matrices(
-    chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, pg_collection: ProcessGroupCollection
+    chunks: Sequence[DataParallelBase], config: OptimizerConfig, pg_collection: ProcessGroupCollection
 ) -> dict[nn.Parameter, tuple[int, ...]]:
     """Weights that hold queries, keys and values: rows of each, in a query group."""
     stacked: dict[nn.Parameter, tuple[int, ...]] = {}

@@ -18,12 +18,13 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megatron_lite.distributed.buffer_layout import ParamRanges, Range, param_ranges_of_shard
-from megatron_lite.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron_lite.distributed.data_parallel_base import DataParallelBase
 from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron_lite.optimizer.flat_shard import FlatShard
 from megatron_lite.optimizer.grad_scaler import MegatronGradScaler
@@ -49,7 +50,7 @@ class DistributedOptimizer(MegatronOptimizer):
         grad_scaler: MegatronGradScaler | None,
         grad_stats_group: ProcessGroup | None,
         device: torch.device,
-        model_chunks: Sequence[DistributedDataParallel],
+        model_chunks: Sequence[DataParallelBase],
     ):
         super().__init__(optimizers, config, shards, grad_scaler, grad_stats_group, device)
         self.gathered_chunks = list(model_chunks)
@@ -57,7 +58,7 @@ class DistributedOptimizer(MegatronOptimizer):
     @property
     def gbuf_ranges(self) -> list[list[dict[str, ParamRanges]]]:
         """By buffer, bucket and parameter: what this rank owns, in the four systems of coordinates."""
-        buffers = {id(shard.buffer): shard.buffer for shard in self.shards}
+        buffers: dict[int, Any] = {id(shard.buffer): shard.buffer for shard in self.shards}
         return [range_map(buffer) for buffer in buffers.values()]
 
 

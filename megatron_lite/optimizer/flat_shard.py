@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.distributed.buffer_layout import Range, param_ranges_of_shard
-from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron_lite.distributed.data_parallel_base import GradBuffer
 from megatron_lite.sharding import ShardSpec, flat_range, whole
 
 
@@ -97,7 +97,7 @@ class FlatShard:
 
     def __init__(
         self,
-        buffer: ParamAndGradBuffer,
+        buffer: GradBuffer,
         range: Range,
         group_of: Mapping[nn.Parameter, int],
         counted: AbstractSet[nn.Parameter],
@@ -107,13 +107,8 @@ class FlatShard:
         self.buffer, self.range, self._storage = buffer, range, storage
         self.parts = parts_of(buffer, range)
         self._counted = [run for counts, run in _runs(self.parts, [p.param in counted for p in self.parts]) if counts]
-        self.model_data = buffer.param_data[range.start : range.end]  # what forward reads
         self.on_host = storage.on_host
-        self.is_copy = buffer.param_dtype != torch.float32 or self.on_host
-        self.main = self.model_data
-        if self.is_copy:
-            self.main = self._memory(torch.float32, storage.pin_params)
-            self.copy_model_to_main()
+        self._place_main()
         self._grad_copy: Tensor | None = None
         self._host_grad: Tensor | None = None
         self.state: dict[str, Tensor] = {}
@@ -121,7 +116,21 @@ class FlatShard:
         groups = [group_of[part.param] for part in self.parts]
         kinds = [(group, number if group in apart else -1) for number, group in enumerate(groups)]
         self.segments = [(group, run) for (group, _), run in _runs(self.parts, kinds)]  # (number of a group, where)
-        self.segment_tensors = [(self.main[run.place.start : run.place.end], run.place) for _, run in self.segments]
+        self.segment_tensors = [(self._main_of(run), run.place) for _, run in self.segments]
+
+    def _place_main(self) -> None:
+        """Where the main parameters lie."""
+        buffer: Any = self.buffer
+        self.model_data: Tensor = buffer.param_data[self.range.start : self.range.end]  # what forward reads
+        self.is_copy = self.buffer.param_dtype != torch.float32 or self.on_host
+        self.main = self.model_data
+        if self.is_copy:
+            self.main = self._memory(torch.float32, self._storage.pin_params)
+            self.copy_model_to_main()
+        self.device = self.main.device
+
+    def _main_of(self, run: Run) -> Tensor:
+        return self.main[run.place.start : run.place.end]
 
     def _memory(self, dtype: torch.dtype, pin: bool) -> Tensor:
         if not self.on_host:
@@ -136,7 +145,7 @@ class FlatShard:
         dtype = self._storage.states.get(name, torch.float32)
         mine = [(run, main) for (group, run), (main, _) in zip(self.segments, self.segment_tensors) if group in groups]
         sizes = [run.place.size for run, _ in mine]
-        flat = self.main.new_zeros(sum(sizes), dtype=dtype)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
         views = list(flat.split(sizes)) if mine else []
         self.state[name] = flat
         self._state_views[name] = [(run, view) for (run, _), view in zip(mine, views)]
@@ -196,8 +205,8 @@ class FlatShard:
 
         A parameter that is the rank's alone is viewed in its shape, a part of one as a flat tensor.
         """
-        everything = [(Run(Range(0, self.range.size), tuple(self.parts)), self.main)] if self.is_copy else []
-        kinds = ({"param": everything} if everything else {}) | self._state_views
+        main = self._main_views()
+        kinds = ({"param": main} if main else {}) | self._state_views
         result: dict[str, dict[str, tuple[Tensor, ShardSpec]]] = {kind: {} for kind in kinds}
         for kind, runs in kinds.items():
             for run, flat in runs:
@@ -207,8 +216,46 @@ class FlatShard:
                     result[kind][spec.name] = (view.view(part.param.shape) if part.is_whole else view, spec)
         return result
 
+    def _main_views(self) -> list[tuple[Run, Tensor]]:
+        """The main parameters, where the model's are others."""
+        return [(Run(Range(0, self.range.size), tuple(self.parts)), self.main)] if self.is_copy else []
 
-def parts_of(buffer: ParamAndGradBuffer, range: Range) -> list[Part]:
+
+class ApartShard(FlatShard):
+    """A rank's part of a fully sharded model: gradients are flat, every parameter's part lies where torch gathers it
+    from, in fp32, and is a segment of its own.
+
+    Args:
+        is_16_bit: forward computes with roundings of the parts: checkpoints hold both, as without sharding.
+    """
+
+    def __init__(
+        self,
+        buffer: GradBuffer,
+        group_of: Mapping[nn.Parameter, int],
+        counted: AbstractSet[nn.Parameter],
+        is_16_bit: bool,
+        storage: Storage = Storage(),
+    ):
+        self._is_16_bit = is_16_bit
+        everything = Range(0, buffer.layout.numel)
+        super().__init__(buffer, everything, group_of, counted, frozenset(group_of.values()), storage)
+
+    def _place_main(self) -> None:
+        assert not self.on_host, "the parts of a fully sharded model are stepped on where they are"
+        self.is_copy, self.device = False, self.buffer.grad_data.device
+
+    def _main_of(self, run: Run) -> Tensor:
+        (part,) = run.parts
+        held: Tensor = part.param.held_part  # type: ignore[attr-defined]
+        return held.view(-1)
+
+    def _main_views(self) -> list[tuple[Run, Tensor]]:
+        places = zip(self.segments, self.segment_tensors)
+        return [(run, tensor) for (_, run), (tensor, _) in places] if self._is_16_bit else []
+
+
+def parts_of(buffer: GradBuffer, range: Range) -> list[Part]:
     """What lies of which parameter in a range of a buffer, in buffer order."""
     parts = []
     for number, bucket in enumerate(buffer.layout.buckets):
@@ -220,7 +267,7 @@ def parts_of(buffer: ParamAndGradBuffer, range: Range) -> list[Part]:
     return parts
 
 
-def divide_for_host(buffer: ParamAndGradBuffer, range: Range, fraction: float) -> list[tuple[Range, bool]]:
+def divide_for_host(buffer: GradBuffer, range: Range, fraction: float) -> list[tuple[Range, bool]]:
     """A range in two, cut between parameters so that about `fraction` of it is kept in host memory.
 
     Returns: (range, whether it is the host's), without empty ones. What backward reaches first is the host's: its

@@ -119,7 +119,7 @@ def _adam(
         config.adam_eps,
         config.decoupled_weight_decay,
     )
-    places = {shard.main.device.type for shard in shards}
+    places = {shard.device.type for shard in shards}
     packaged: Any = packaged_adam(places.pop()) if len(places) == 1 else None
     if packaged is not None:
         print_rank_0(f"> Adam is {packaged.__qualname__}")

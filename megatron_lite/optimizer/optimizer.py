@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
-from megatron_lite.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron_lite.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron_lite.distributed.data_parallel_base import DataParallelBase, GradBuffer
 from megatron_lite.errors import CheckpointError
 from megatron_lite.optimizer.clip_grads import clip_coefficient, count_zeros, norm_of_power, total_power
 from megatron_lite.optimizer.flat_shard import FlatShard
@@ -48,7 +47,7 @@ class MegatronOptimizer:
         device: the model's.
     """
 
-    gathered_chunks: Sequence[DistributedDataParallel] = ()  # whose parameters must be gathered after an update
+    gathered_chunks: Sequence[DataParallelBase] = ()  # whose parameters must be gathered after an update
 
     def __init__(
         self,
@@ -188,7 +187,7 @@ class MegatronOptimizer:
         for shard in shards:
             shard.detach_grads()
 
-    def _step_first_chunk(self, divisor: float) -> Sequence[ParamAndGradBuffer]:
+    def _step_first_chunk(self, divisor: float) -> Sequence[GradBuffer]:
         """`--overlap-param-gather-with-optimizer-step`: update the first chunk, whose forward comes first, and let its
         parameters travel while the others are updated.
 
@@ -208,7 +207,7 @@ class MegatronOptimizer:
         first.start_param_sync()
         return first.grad_buffers
 
-    def gather_params(self, done: Sequence[ParamAndGradBuffer] = ()) -> None:
+    def gather_params(self, done: Sequence[GradBuffer] = ()) -> None:
         """Give every rank the parameters that other ranks have updated, now or (overlap) in the next forward; nothing
         where the optimizer is not sharded.
 

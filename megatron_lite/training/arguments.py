@@ -20,11 +20,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_lite.checkpointing.checkpoint_config import CheckpointConfig
 from megatron_lite.config import Flag, flags_of, from_namespace
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_lite.distributed.fully_sharded_config import FullyShardedConfig, TorchFullyShardedDataParallelConfig
 from megatron_lite.errors import ConfigError
 from megatron_lite.log import print_rank_0, warn_rank_0
 from megatron_lite.models.retro.config import RetroSettings
@@ -57,6 +59,7 @@ CONFIGS: tuple[type, ...] = (
     *RUN_CONFIGS,
     OptimizerConfig,
     DistributedDataParallelConfig,
+    FullyShardedConfig,
     CheckpointConfig,
     TokenizerConfig,
     RetroSettings,
@@ -410,12 +413,24 @@ def ddp_config_from_args(args: argparse.Namespace, module: nn.Module | None = No
         align_param_gather=args.align_param_gather,
         # Flags of capabilities that have not landed, or that say so themselves: the config refuses them.
         delay_wgrad_compute=False,
-        data_parallel_sharding_strategy="no_shard",
+        outer_dp_sharding_strategy="no_shard",
+        fsdp_double_buffer=False,
+        fsdp_manual_registration=False,
     )
     if config.num_buckets is not None and module is not None:
         parameters = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         config.bucket_size, config.num_buckets = max(1, parameters // config.num_buckets), None
     return config
+
+
+def fully_sharded_config_from_args(args: argparse.Namespace) -> TorchFullyShardedDataParallelConfig:
+    """The same for a fully sharded model."""
+    plain = ddp_config_from_args(args)
+    return TorchFullyShardedDataParallelConfig(
+        **{item.name: getattr(plain, item.name) for item in fields(plain)},
+        reshard_after_forward=args.torch_fsdp2_reshard_after_forward,
+        grad_comm_dtype=args.megatron_fsdp_grad_comm_dtype,
+    )
 
 
 def tokenizer_config_from_args(args: argparse.Namespace) -> TokenizerConfig:

@@ -11,10 +11,11 @@ is in the checkpoint. Which file holds what, and why a crash cannot spoil it: `c
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite import collectives
@@ -39,7 +40,7 @@ from megatron_lite.checkpointing.megatron_dist import read as read_megatron_dist
 from megatron_lite.checkpointing.megatron_dist import read_common as read_megatron_common
 from megatron_lite.checkpointing.sharded import read_object, saved_objects
 from megatron_lite.collectives import group_rank, group_size
-from megatron_lite.distributed import whole_parameters
+from megatron_lite.distributed import DataParallelBase, held_part, whole_parameters
 from megatron_lite.errors import CheckpointError
 from megatron_lite.log import print_rank_0, say
 from megatron_lite.optimizer import MegatronOptimizer
@@ -230,6 +231,7 @@ def load_checkpoint(
     Raises: CheckpointError, on every rank.
     """
     args, group, groups = get_args(), collectives.world(), ProcessGroupCollection.use_mpu_process_groups()
+    strict &= args.strict_fsdp_dtensor_load
     found = on_rank_0(lambda: find_checkpoint(args, load_arg), group)
     if args.non_persistent_ckpt_type == "local" and args.ckpt_step is None:
         facts = {"layout": layout_of(groups), "world_size": group_size(group)}
@@ -319,6 +321,7 @@ def load_checkpoint(
         if with_optimizer:
             optimizer.load_common_state(common["optimizer"])
         elif not main_params:
+            take_roundings(ddp_model, wanted)
             optimizer.reload_model_params()
     iteration, operations = 0, 0.0
     if resume:
@@ -415,13 +418,31 @@ def model_tensors(model: Model) -> dict[str, tuple[Tensor, ShardSpec]]:
     """Parameters and persistent buffers of this rank's chunks, under their global names.
 
     A tensor says where it belongs by `tensor.shard`; one that says nothing is held by every rank under its own name.
+    Of a fully sharded model of 16 bits, which keeps fp32 alone, these are roundings (`take_roundings`).
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     whole_parameters(chunks)
-    return merge(_chunk_tensors(_unwrapped(chunk)) for chunk in chunks)
+    return merge(_chunk_tensors(chunk) for chunk in chunks)
 
 
-def _chunk_tensors(module: nn.Module) -> dict[str, tuple[Tensor, ShardSpec]]:
+@torch.no_grad()
+def take_roundings(model: Model, tensors: Mapping[str, tuple[Tensor, ShardSpec]]) -> None:
+    """Make `tensors`, of `model_tensors`, the model's, where they are roundings that a checkpoint was read into."""
+    for chunk in [model] if isinstance(model, nn.Module) else model:
+        if _gives_roundings(chunk):
+            for param in chunk.parameters():
+                spec: ShardSpec = param.shard  # type: ignore[attr-defined]
+                if spec.name in tensors:
+                    held_part(param).copy_(tensors[spec.name][0])
+
+
+def _gives_roundings(chunk: nn.Module) -> bool:
+    return isinstance(chunk, DataParallelBase) and chunk.is_fully_sharded and chunk.model_dtype != torch.float32
+
+
+@torch.no_grad()
+def _chunk_tensors(chunk: nn.Module) -> dict[str, tuple[Tensor, ShardSpec]]:
+    module, rounded = _unwrapped(chunk), _gives_roundings(chunk)
     tensors: dict[str, tuple[Tensor, ShardSpec]] = {}
     seen = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -432,7 +453,12 @@ def _chunk_tensors(module: nn.Module) -> dict[str, tuple[Tensor, ShardSpec]]:
         if spec is None:
             assert not getattr(tensor, "tensor_model_parallel", False), f"{name} is split, but has no shard description"
             spec = whole(name, tuple(tensor.shape))
-        tensors[spec.name] = (tensor, spec)
+        part = held_part(tensor)
+        if part.numel() == 0 and tensor.numel() > 0:
+            continue  # all rows are other ranks'
+        if rounded and isinstance(tensor, nn.Parameter):
+            part = part.to(chunk.model_dtype)
+        tensors[spec.name] = (part, spec)
     return tensors
 
 

@@ -16,6 +16,7 @@ from megatron_lite.num_microbatches_calculator import (
     parse_step_batch_size_schedule,
 )
 from megatron_lite.pipeline_parallel.stage_layout import parse_layout
+from megatron_lite.training.fully_sharded import derive_fully_sharded
 from megatron_lite.transformer.moe.moe_config import derive_moe
 
 
@@ -28,6 +29,7 @@ def derive(args: Namespace) -> tuple[list[str], list[str]]:
     warnings: list[str] = []
     _derive_recipe(args)
     _derive_layout(args, warnings)
+    derive_fully_sharded(args, notices, warnings)
     _derive_shape(args)
     _derive_experts(args, warnings)
     _derive_batch(args, notices)

@@ -21,7 +21,6 @@ from megatron_lite.config import KINDS, Flag, destination
 # key -> (what has not landed, what to do now)
 CAPABILITIES = {
     "fp8": ("FP8", "--bf16"),
-    "fsdp": ("fully sharded data parallelism", "leave it out: data parallelism with whole parameters"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
     "planning": ("the run without its ranks", "run it smaller"),
     "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
@@ -35,9 +34,11 @@ NOTICES = {
     "--moe-shared-expert-overlap hides a part of it",
     "notice:eager": "steps run without CUDA graphs",
     "notice:flex": "the dispatcher whose kernels it chooses needs a vendor's library",
+    "notice:fsdp memory": "torch keeps the memory of what travels",
+    "notice:fsdp outer": "each copy of the weights has its whole optimizer state, shared out over its ranks",
+    "notice:fsdp units": "layers are gathered whole",
     "notice:host copies": "the optimizer's gradients and weights are copied to the host and back in one piece each",
     "notice:host torch": "what steps on the host is torch's optimizer",
-    "notice:in place": "weights are made where they stay",
     "notice:nccl": "NCCL keeps its defaults",
     "notice:no extra groups": "there are no extra CPU groups to leave out",
     "notice:offload": "everything stays on the device",
@@ -122,7 +123,7 @@ REASONS = {
 PENDING_VALUES: dict[str, dict[str, str]] = {
     "optimizer": dict.fromkeys(("soap", "adaptive_muon"), "optimizers"),
     "ckpt_convert_format": {"torch": "torch format"},
-    "ckpt_format": dict.fromkeys(("torch", "torch_dcp", "fsdp_dtensor"), "torch format"),
+    "ckpt_format": {"torch": "torch format"},
     "transformer_impl": {"inference_optimized": "inference layers"},
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.distributed import whole_parameters
+from megatron_lite.distributed import held_part, whole_parameters
 from megatron_lite.errors import RankFailure
 from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.sharding import Piece, ShardSpec, whole
@@ -42,7 +42,7 @@ def each_gradient(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, 
 
 def held_weights(model: Iterable[nn.Module]) -> Held:
     """Copies of the parameters in fp32."""
-    return [(spec, param.detach().float().clone()) for param, spec in each_weight(model)]
+    return [(spec, held_part(param).detach().float().clone()) for param, spec in each_weight(model)]
 
 
 def held_gradients(optimizer: MegatronOptimizer) -> Held:

@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from megatron_lite.config import Flag
 from megatron_lite.tokenizers.tokenizer_config import FIELDS_OF_TYPE
 from megatron_lite.training.derived import is_gated
+from megatron_lite.training.fully_sharded import is_full
 
 Condition = Callable[[Namespace], bool]
 
@@ -172,6 +173,14 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
         "--overlap-param-gather and virtual pipeline stages",
     ),
     ("ddp_bucket_size ddp_num_buckets", lambda a: a.overlap_grad_reduce, "--overlap-grad-reduce"),
+    ("init_model_with_meta_device", is_full, "--use-torch-fsdp2, or --use-megatron-fsdp that shards weights"),
+    ("torch_fsdp2_reshard_after_forward", lambda a: a.use_torch_fsdp2, "--use-torch-fsdp2"),
+    (
+        "data_parallel_sharding_strategy enable_full_sharding_in_hsdp megatron_fsdp_* "
+        "suggested_communication_unit_size",
+        lambda a: a.use_megatron_fsdp,
+        "--use-megatron-fsdp",
+    ),
     ("disable_symmetric_registration", lambda a: a.use_nccl_ub, "--use-nccl-ub"),
     # -- data
     ("split", lambda a: bool(a.data_path or a.data_args_path), "--data-path PREFIX"),

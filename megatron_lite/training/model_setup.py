@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime
 from typing import Any
 
@@ -16,9 +17,16 @@ import torch
 from torch import nn
 
 from megatron_lite import collectives
-from megatron_lite.distributed import DistributedDataParallel, finalize_model_grads, whole_parameters
+from megatron_lite.distributed import (
+    DistributedDataParallel,
+    broadcast_parameters,
+    finalize_model_grads,
+    held_part,
+    whole_parameters,
+)
 from megatron_lite.enums import ModelType
 from megatron_lite.fusions.backends import describe
+from megatron_lite.initialization import parameters_on_meta
 from megatron_lite.log import print_rank_0, say
 from megatron_lite.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
@@ -27,6 +35,7 @@ from megatron_lite.tensor_parallel.random import vary_over_context_parallel_rank
 from megatron_lite.training.arguments import (
     core_transformer_config_from_args,
     ddp_config_from_args,
+    fully_sharded_config_from_args,
     optimizer_config_from_args,
 )
 from megatron_lite.training.width_transfer import width_transfer
@@ -63,7 +72,9 @@ def get_model(
     wrap_with_ddp: bool = True,
 ) -> list[nn.Module]:
     """This rank's model chunks, on its device, in its number format, under DDP."""
-    modules = build_chunks(model_provider_func, model_type, args, pg_collection)
+    on_meta = wrap_with_ddp and args.init_model_with_meta_device and args.is_fully_sharded
+    with parameters_on_meta() if on_meta else nullcontext():
+        modules = build_chunks(model_provider_func, model_type, args, pg_collection)
     if args.freeze_all_layers:
         for module in modules:
             module.requires_grad_(False)
@@ -78,11 +89,13 @@ def get_model(
             say(f" > pipeline stage {pp} holds {placed.describe(pp)}")
     print_rank_0(f"> {describe(args.params_dtype, args.device.type)}")
     for number, module in enumerate(modules):
-        module.to(args.device)
+        module._apply(lambda t: t if t.is_meta else t.to(args.device))
         if args.fp16 or args.bf16:
             modules[number] = Float16Module(config, module)
     if not wrap_with_ddp:
         return modules
+    if args.is_fully_sharded:
+        return [_fully_sharded(config, module, args, pg_collection) for module in modules]
     chunks: list[nn.Module] = []
     for number, module in enumerate(modules):
         chunk_config = ddp_config_from_args(args, module)
@@ -98,6 +111,25 @@ def get_model(
             model.broadcast_params()
         chunks.append(model)
     return chunks
+
+
+def _fully_sharded(config: Any, module: nn.Module, args: Namespace, pg_collection: ProcessGroupCollection) -> nn.Module:
+    """A rank's rows of every weight of the model."""
+    # Torch's part of it takes seconds to import, and only such runs need it.
+    from megatron_lite.distributed import torch_fully_sharded_data_parallel as fully_sharded
+
+    wrapper = (
+        fully_sharded.FullyShardedDataParallel
+        if args.use_megatron_fsdp
+        else fully_sharded.TorchFullyShardedDataParallel
+    )
+    on_meta = any(param.is_meta for param in module.parameters())
+    if args.data_parallel_random_init and not on_meta:
+        broadcast_parameters(module.parameters(), pg_collection)
+    model = wrapper(config, fully_sharded_config_from_args(args), module, pg_collection=pg_collection)
+    if on_meta:
+        model.fill_parameters(args.seed)
+    return model
 
 
 def setup_model_and_optimizer(
@@ -192,17 +224,19 @@ def params_norm(model: list[nn.Module], pg_collection: ProcessGroupCollection) -
     for is_expert in (False, True) if spread else (False,):
         tp = pg_collection.expt_tp if is_expert else pg_collection.tp
         params = [
-            p.float() if p.dtype != torch.float32 else p
+            held_part(p).float() if p.dtype != torch.float32 else held_part(p)
             for chunk in model
             for p in chunk.parameters()
             if is_expert == (not getattr(p, "allreduce", True))
             and not getattr(p, "shared", False)
             and (collectives.group_rank(tp) == 0 or getattr(p, "tensor_model_parallel", False))
         ]
-        squares = torch.zeros((), device=next(model[0].parameters()).device)
+        squares = torch.zeros((), device=held_part(next(model[0].parameters())).device)
         if params:
             squares = torch.stack(list(torch._foreach_norm(params))).float().square().sum()
         group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
+        if model[0].is_fully_sharded:  # then ranks hold different rows
+            group = pg_collection.intra_dist_opt
         collectives.all_reduce(squares, group, purpose="params norm")
         total += float(squares)
     return math.sqrt(total)

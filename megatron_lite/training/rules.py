@@ -8,6 +8,7 @@ type instead. `broken` reports all rows at once. A rule over one config's fields
 that repeat one say it before anything is built.
 """
 
+from megatron_lite.training import fully_sharded
 from megatron_lite.training.rule import Rule, broken
 from megatron_lite.training.rules_attention import problems_of_attention
 from megatron_lite.training.rules_context import problems_of_context
@@ -17,6 +18,9 @@ from megatron_lite.training.rules_experts import problems_of_experts
 from megatron_lite.training.rules_given import GIVEN
 from megatron_lite.training.rules_numbers import problems_of_numbers
 from megatron_lite.training.rules_retro import problems_of_retro_run, take_project
+
+GIVEN += fully_sharded.GIVEN
+DERIVED += fully_sharded.DERIVED
 
 __all__ = [
     "DERIVED",

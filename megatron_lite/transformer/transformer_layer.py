@@ -41,7 +41,12 @@ class TransformerLayerSubmodules:
 
 
 class BaseTransformerLayer:
-    """A mark: what a block may take for a layer instead of TransformerLayer."""
+    """A mark: what a block may take for a layer instead of TransformerLayer.
+
+    fully_sharded_unit: its weights are gathered together, where they are sharded over data-parallel ranks.
+    """
+
+    fully_sharded_unit = True
 
 
 class TransformerLayer(MegatronModule, BaseTransformerLayer):

@@ -38,6 +38,54 @@ def resolve(flags: str = "", *, without: str = "", world_size: int = 1, family: 
 
 # flags that are added, flags that are left out, and words of the message
 BROKEN = [
+    # full sharding
+    ("--use-torch-fsdp2 --use-megatron-fsdp", "", ["--use-torch-fsdp2 and --use-megatron-fsdp"]),
+    ("--use-torch-fsdp2 --use-distributed-optimizer", "", ["--use-distributed-optimizer with --use-torch-fsdp2"]),
+    ("--use-megatron-fsdp --megatron-fsdp-version 2 --use-distributed-optimizer", "", ["--megatron-fsdp-version 2"]),
+    ("--use-torch-fsdp2 --fp16", "", ["--use-torch-fsdp2 with --fp16"]),
+    ("--ckpt-format torch_dcp", "", ["torch_dcp without --use-torch-fsdp2", "torch_dist"]),
+    ("--use-torch-fsdp2 --ckpt-format torch_dcp --tensor-model-parallel-size 2", "", ["torch_dcp with tensor"]),
+    ("--use-torch-fsdp2 --ckpt-format fsdp_dtensor", "", ["fsdp_dtensor without --use-megatron-fsdp"]),
+    (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim --init-model-with-meta-device",
+        "",
+        ["--init-model-with-meta-device with --data-parallel-sharding-strategy optim"],
+    ),
+    ("--use-megatron-fsdp --fsdp-manual-registration", "", ["--fsdp-manual-registration without --use-nccl-ub"]),
+    (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard --megatron-fsdp-grad-comm-dtype bf16",
+        "",
+        ["--megatron-fsdp-grad-comm-dtype bf16 with --data-parallel-sharding-strategy no_shard"],
+    ),
+    ("--use-megatron-fsdp --megatron-fsdp-main-grads-dtype bf16", "", ["--megatron-fsdp-main-grads-dtype bf16"]),
+    (
+        "--use-megatron-fsdp --bf16 --megatron-fsdp-main-params-dtype auto",
+        "",
+        ["--megatron-fsdp-main-params-dtype auto with a model of 16 bits", "fp32"],
+    ),
+    ("--no-strict-fsdp-dtensor-load", "", ["--no-strict-fsdp-dtensor-load without"]),
+    ("--use-torch-fsdp2 --pipeline-model-parallel-size 2", "", ["full sharding with --pipeline-model-parallel-size 2"]),
+    (
+        "--use-torch-fsdp2 --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2",
+        "",
+        ["full sharding with --expert-model-parallel-size 2"],
+    ),
+    ("--use-megatron-fsdp --optimizer muon", "", ["full sharding with --optimizer muon"]),
+    (
+        "--use-megatron-fsdp --use-precision-aware-optimizer --bf16 --grad-reduce-in-bf16 --main-grads-dtype bf16",
+        "",
+        ["full sharding with --main-grads-dtype bf16"],
+    ),
+    (
+        "--use-megatron-fsdp --use-precision-aware-optimizer --optimizer-cpu-offload",
+        "",
+        ["full sharding with --optimizer-cpu-offload"],
+    ),
+    (
+        "--use-megatron-fsdp --moe-use-upcycling --num-experts 4",
+        "",
+        ["full sharding with --moe-use-upcycling"],
+    ),
     # batch
     ("", "--micro-batch-size", ["--micro-batch-size is missing"]),
     ("--micro-batch-size 0", "", ["--micro-batch-size 0"]),
