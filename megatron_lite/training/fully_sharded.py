@@ -203,6 +203,11 @@ DERIVED = (
         )
         for name, why, fix in (
             ("optimizer_cpu_offload", "weights are stepped on where they are gathered from", "leave it out"),
+            (
+                "check_weight_hash_across_dp_replicas_interval",
+                "data-parallel ranks hold different rows, and no replicas",
+                "leave it out",
+            ),
             ("moe_use_upcycling", "it makes experts out of whole tensors", "upcycle with --use-distributed-optimizer"),
         )
     ),

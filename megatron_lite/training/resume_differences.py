@@ -19,6 +19,7 @@ from megatron_lite.checkpointing.checkpoint_config import CheckpointConfig
 from megatron_lite.checkpointing.plain_values import to_json
 from megatron_lite.config import flags_of
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_lite.distributed.fully_sharded_config import FullyShardedConfig
 from megatron_lite.errors import CheckpointError
 from megatron_lite.log import print_rank_0
 from megatron_lite.training.arguments import CONFIGS
@@ -131,7 +132,8 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
         FORMATS,
         "fp16 bf16 fp32_residual_connection fp16_lm_cross_entropy attention_softmax_in_fp32 grad_reduce_in_bf16 "
         "accumulate_allreduce_grads_in_fp32 main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype "
-        "muon_fp32_matmul_prec output_logit_dtype disable_bf16_reduced_precision_matmul",
+        "muon_fp32_matmul_prec output_logit_dtype disable_bf16_reduced_precision_matmul megatron_fsdp_main_params_dtype "
+        "megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype",
         (),
     ),
     (LENGTH, "train_iters train_samples phase_transition_iterations", ()),
@@ -145,7 +147,7 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
         "micro_batch_size decrease_batch_size_if_needed microbatch_group_size_per_virtual_pipeline_stage "
         "make_vocab_size_divisible_by pad_vocab_size use_distributed_optimizer num_distributed_optimizer_instances "
         "moe_token_dispatcher_type",
-        (PipelineConfig,),
+        (PipelineConfig, FullyShardedConfig),
     ),
     (
         SPEED,
@@ -195,7 +197,8 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
         "use_checkpoint_args use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args "
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler override_ckpt_iteration "
         "load_main_params_from_ckpt auto_detect_ckpt_format dist_ckpt_strictness ckpt_load_validate_sharding_integrity "
-        "ckpt_fully_parallel_load verify_integrity force local_rank",
+        "ckpt_fully_parallel_load verify_integrity force local_rank init_model_with_meta_device "
+        "strict_fsdp_dtensor_load",
         (InferenceConfig,),
     ),
 )

@@ -61,6 +61,9 @@ ON = {
     "align_grad_reduce": {"overlap_grad_reduce": True, "pipeline_model_parallel_size": 2},
     "align_param_gather": {"overlap_param_gather": True, "virtual_pipeline_model_parallel_size": 2},
     "ddp_bucket_size": {"overlap_grad_reduce": True},
+    "init_model_with_meta_device": {"use_torch_fsdp2": True},
+    "torch_fsdp2_reshard_after_forward": {"use_torch_fsdp2": True},
+    "data_parallel_sharding_strategy": {"use_megatron_fsdp": True},
     "disable_symmetric_registration": {"use_nccl_ub": True},
     "split": {"data_path": ["x"]},
     "data_cache_path": {"train_data_path": ["x"]},
@@ -163,7 +166,7 @@ ALWAYS = """
     disable_bf16_reduced_precision_matmul check_weight_hash_across_dp_replicas_interval
     config_logger_dir record_memory_history dump_param_to_param_group_map log_memory_interval log_device_memory_used
     log_max_attention_logit log_energy save_params_interval save_activations_interval save_wgrads_interval
-    save_dgrads_interval train_sync_interval
+    save_dgrads_interval train_sync_interval use_torch_fsdp2 use_megatron_fsdp strict_fsdp_dtensor_load
 """.split()
 FLAGS = {flag.dest: flag for config in CONFIGS for flag in flags_of(config)}
 # (the row's first name, the name of a flag), by the row that tells it first.

@@ -70,6 +70,11 @@ BROKEN = [
         "",
         ["full sharding with --expert-model-parallel-size 2"],
     ),
+    (
+        "--use-megatron-fsdp --check-weight-hash-across-dp-replicas-interval 2",
+        "",
+        ["full sharding with --check-weight-hash-across-dp-replicas-interval"],
+    ),
     ("--use-megatron-fsdp --optimizer muon", "", ["full sharding with --optimizer muon"]),
     (
         "--use-megatron-fsdp --use-precision-aware-optimizer --bf16 --grad-reduce-in-bf16 --main-grads-dtype bf16",
