@@ -95,6 +95,12 @@ NAMES: dict[str, dict[str, str]] = {
             "check_for_nan_in_grad bucket_size average_in_collective"
         ),
         "finalize_model_grads": "model num_tokens pg_collection",
+        "TorchFullyShardedDataParallel": "config ddp_config module sub_modules_to_wrap process_group",
+        "TorchFullyShardedDataParallelConfig": "reshard_after_forward",
+        "FullyShardedDataParallel": "config ddp_config module fsdp_unit_modules disable_bucketing device pg_collection",
+    },
+    "distributed.torch_fully_sharded_data_parallel": {
+        "TorchFullyShardedDataParallel": "config ddp_config module sub_modules_to_wrap process_group"
     },
     "distributed.finalize_model_grads": {"finalize_model_grads": "model num_tokens pg_collection"},
     "distributed.param_and_grad_buffer": {},
