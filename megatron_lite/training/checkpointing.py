@@ -261,7 +261,8 @@ def load_checkpoint(
         saved_args,
         folder,
         finetune=found.weights_only,
-        trains=optimizer is not None and resume and not args.skip_train,
+        # What Megatron derives has not our values name by name: differences there are told, not refused.
+        trains=optimizer is not None and resume and not args.skip_train and not megatrons,
         new_phase=common["iteration"] in phase_transitions(args),
         same_tokenizer=lambda: _has_tokenizer(folder, tokenizer_assets(args)),
     )
