@@ -36,13 +36,13 @@ from megatron_lite.training.configs import (
     DiagnosticsConfig,
     DistributedInitConfig,
     ExpertsConfig,
-    InferenceConfig,
     LoggingConfig,
     PipelineConfig,
     ProfileConfig,
     SchedulerConfig,
     ValidationConfig,
 )
+from megatron_lite.training.inference_config import InferenceConfig
 
 
 @dataclass(frozen=True)

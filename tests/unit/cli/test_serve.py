@@ -17,7 +17,7 @@ from megatron_lite.cli.sampling import Sampling
 from megatron_lite.cli.text_requests import FIELDS, NOT_HERE, read_request
 from megatron_lite.config import flags_of
 from megatron_lite.errors import ConfigError
-from megatron_lite.training.configs import InferenceConfig
+from megatron_lite.training.inference_config import InferenceConfig
 from tests.unit.cli.test_text_engine import CONTEXT, TOKENIZER, build
 
 
