@@ -126,15 +126,18 @@ class HangWatch:
         say(f"\nRankFailure: {error}", sys.stderr)
         os._exit(error.exit_status)
 
-    def _longest_wait(self) -> Call | None:
-        """The call that this rank has been in for longest; on a device, that works calls off later, the last one."""
+    def _waits(self) -> list[Call]:
+        """The calls that this rank is in, the longest first. A device works calls off later than the host makes them:
+        there a rank that has been silent for long is taken to wait in its last one."""
         waits = sorted(calls.under_way(), key=lambda call: call.began)
-        if waits:
-            return waits[0]
         last = calls.last_call()
-        if last is not None and torch.cuda.is_available() and time.monotonic() - self._since > self._limit * _REPORT_AT:
-            return last
-        return None
+        if waits or last is None or not torch.cuda.is_available():
+            return waits
+        silent_s = time.monotonic() - max(self._since, last.ended)
+        return [last] if silent_s > _REPORT_AT * self._limit / 2 else []
+
+    def _longest_wait(self) -> Call | None:
+        return next(iter(self._waits()), None)
 
     def _answer(self) -> None:
         number = self._store.add("reports", 0)
@@ -148,7 +151,7 @@ class HangWatch:
     def state(self) -> State:
         """What this rank waits in, or did last, and where its main thread is."""
         now = time.monotonic()
-        waits = [{**call.facts(), "seconds": now - call.began} for call in calls.under_way()]
+        waits = [{**call.facts(), "seconds": now - call.began} for call in self._waits()]
         last = calls.last_call()
         return {
             "doing": self._doing,
@@ -236,9 +239,9 @@ def missing(call: State, states: list[State | None]) -> list[int]:
 
 
 def causes(states: list[State | None]) -> list[int]:
-    """Ranks that others wait for and that wait in no call themselves."""
-    waited_for = {rank for state in states if state for call in state["waits"] for rank in missing(call, states)}
-    return sorted(rank for rank in waited_for if (state := states[rank]) is None or not state["waits"])
+    """Ranks that others wait for and that wait for nobody themselves."""
+    waits_for = [{r for call in state["waits"] for r in missing(call, states)} if state else set() for state in states]
+    return sorted(rank for rank in set().union(*waits_for) if not waits_for[rank])
 
 
 def _told_of(state: State | None) -> str:

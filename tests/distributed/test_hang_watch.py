@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_lite import calls, collectives
 from megatron_lite.training import hang_watch
+from megatron_lite.training.local_world import World
 
 
 def _watched(limit_s, body, listen=False):
@@ -53,14 +54,18 @@ def test_one_rank_reports_once_who_is_late_and_where_and_the_run_goes_on(world):
     assert "waiting for nobody: rank 2." in texts[0]
 
 
-def _ask(watch):
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGUSR2)
+def _wait_for_a_report(watch):
+    """Until this rank has answered, and whoever asked has printed it."""
     deadline = time.monotonic() + 20
     while watch._answered == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
+    time.sleep(watch._patience + 0.1)
+
+
+def _ask(watch):
     if dist.get_rank() == 1:
-        time.sleep(watch._patience + 0.1)  # until the report is printed
+        os.kill(os.getpid(), signal.SIGUSR2)
+    _wait_for_a_report(watch)
 
 
 def _report_on_demand():
@@ -74,7 +79,7 @@ def test_sigusr2_to_one_rank_has_it_report_of_all(world):
     printed = world(2).run(_report_on_demand)
     assert printed[0] == [] and len(printed[1]) == 1
     assert printed[1][0].startswith("\nHANG REPORT: asked for by SIGUSR2 to rank 1\n")
-    assert "now in _ask (test_hang_watch.py:" in printed[1][0]
+    assert "now in _wait_for_a_report (test_hang_watch.py:" in printed[1][0]
 
 
 def _notes_of_calls():
@@ -96,3 +101,31 @@ def _notes_of_calls():
 def test_calls_are_noted_while_they_last_and_sends_have_no_number(world):
     """Numbers that differ between ranks of one group would blame the wrong rank."""
     assert world(2).run(_notes_of_calls) == [([], [], 0, "send", 1, True), ([], [], 0, "receive", 0, True)]
+
+
+def _on_a_device():
+    """Calls return before they are done. Rank 1 is stuck in something else; rank 0 has made one call more."""
+    group, printed = collectives.world(), []
+    collectives.name_group(group, "dp")
+    hang_watch.say = lambda text, file=None: printed.append(text)
+    torch.cuda.is_available = lambda: True
+    watch = hang_watch.HangWatch(dist.distributed_c10d._get_default_store(), 2.0, listen=False)
+    for _ in range(3 - dist.get_rank()):
+        with calls.Call(group, "all_reduce", "gradients"):
+            pass
+    _wait_for_a_report(watch)
+    told = list(printed)
+    watch.close()
+    return told
+
+
+def test_on_a_device_the_rank_that_has_begun_fewer_calls_is_missing():
+    small = World(2)  # it is patched
+    try:
+        texts = [text for printed in small.run(_on_a_device) for text in printed]
+    finally:
+        small.close()
+    assert (
+        len(texts) == 1 and "s of at most 2 in all_reduce for gradients over dp (ranks 0-1; call 3 of it)" in texts[0]
+    )
+    assert "\n  not there: rank 1\n" in texts[0] and "waiting for nobody: rank 1." in texts[0]
