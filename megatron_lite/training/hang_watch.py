@@ -215,6 +215,9 @@ def report(why: str, states: list[State | None], stuck: State | None) -> list[st
     if stuck:
         absent = missing(stuck, states)
         lines.append(f"  not there: {_ranks(absent) if absent else 'nobody; all its ranks have begun it'}")
+    others = {_named(call): missing(call, states) for state in states if state for call in state["waits"]}
+    others.pop(_named(stuck) if stuck else "", None)
+    lines += [f"  not there: {_ranks(absent)} in {name}" for name, absent in others.items() if absent]
     alike: dict[str, list[int]] = {}
     for rank, state in enumerate(states):
         alike.setdefault(_told_of(state), []).append(rank)
