@@ -20,7 +20,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -66,7 +67,7 @@ class TextServer(ThreadingHTTPServer):
         self, address: tuple[str, int], engine: Engine, tokenizer: Any, *, seed: str, most_tokens: int, logs: bool
     ):
         self.engine, self.tokenizer, self.most_tokens, self.logs = engine, tokenizer, most_tokens, logs
-        self._seeds: Iterator[int] = (_hashed(f"{seed} {number}") for number in itertools.count())
+        self._seed, self._numbers = seed, itertools.count()  # of which threads may take the next without a lock
         super().__init__(address, _Handler)
 
     def jobs_of(self, request: TextRequest) -> list[Job]:
@@ -99,11 +100,16 @@ class TextServer(ThreadingHTTPServer):
             prompt=ids,
             limit=request.tokens_to_generate,
             sampling=request.sampling,
-            seed=next(self._seeds) if request.random_seed is None else request.random_seed,
+            seed=self._next_seed() if request.random_seed is None else request.random_seed,
             ends=ends,
             wants_logprobs=request.logprobs,
             num_top=request.top_n_logprobs,
         )
+
+    def _next_seed(self) -> int:
+        """32 bits: torch's generator on the CPU looks at no more of a seed."""
+        text = f"{self._seed} {next(self._numbers)}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
     def run(self, request: TextRequest) -> list[Job]:
         """Submits the request and waits until its jobs are done. Raises: ConfigError."""
@@ -124,11 +130,6 @@ APIS: dict[str, tuple[Reader, Writer]] = {
     "/v1/completions": (read_completion, completion_of),
     "/completions": (read_completion, completion_of),
 }
-
-
-def _hashed(text: str) -> int:
-    """A seed of 32 bits: torch's generator on the CPU looks at no more."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -174,16 +175,19 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{length} bytes; a request has at most {_MOST_BYTES}")
         try:
             return json.loads(self.rfile.read(int(length)))
+        except TimeoutError:
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"{length} bytes were announced and did not come") from None
         except (ValueError, RecursionError) as error:
             raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 
     def _send(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
         body = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # the client has left
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """What http.server would print for each request."""

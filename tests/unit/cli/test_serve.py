@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import socket
+import struct
 import threading
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +114,30 @@ def test_clients_that_ask_at_the_same_time_get_what_each_gets_alone(client, mode
     assert answers == expected
 
 
+def test_many_clients_without_a_seed_are_all_answered(client):
+    """Threads take their seeds from one sequence at the same time."""
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: client.ok(["seed"], tokens_to_generate=6)["text"][0], range(24)))
+    assert len(set(answers)) > 12
+
+
+def test_a_client_that_leaves_or_stalls_harms_nobody(client, monkeypatch, capsys):
+    monkeypatch.setattr(serve._Handler, "timeout", 0.2)
+    host, port = client.server.server_address[:2]
+    stalled = socket.create_connection((host, port), timeout=30)
+    stalled.sendall(b"PUT /api HTTP/1.0\r\nContent-Length: 99\r\n\r\n{")
+    assert b" 408 " in stalled.recv(4096)
+    stalled.close()
+    for _ in range(3):
+        gone = socket.create_connection((host, port), timeout=30)
+        body = json.dumps({"prompts": ["a"], "tokens_to_generate": 20}).encode()
+        gone.sendall(b"PUT /api HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves by a reset
+        gone.close()
+    client.ok(["a"], tokens_to_generate=3)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_log_probabilities_come_with_the_tokens(client):
     answer = client.ok(["abc"], tokens_to_generate=4, top_k=1, logprobs=True, top_n_logprobs=2, random_seed=1)
     assert len(answer["logprobs"][0]) == len(answer["segments"][0]) - 1 == len(answer["top_n_logprobs"][0])
@@ -150,7 +176,7 @@ def test_a_text_ends_where_it_is_told_to(client, model):
 
 
 def test_lines_end_texts(model):
-    server = SimpleNamespace(tokenizer=TOKENIZER, _seeds=iter(range(1, 99)))
+    server = SimpleNamespace(tokenizer=TOKENIZER, _next_seed=lambda: 1)
     job = serve.TextServer._job(server, read_request({"prompts": ["a\n"], "stop_on_eol": True}), "a\n")
     assert job.ends([65, 10]) and not job.ends([65, 66])
     job = serve.TextServer._job(server, read_request({"prompts": ["a\n"], "stop_on_double_eol": True}), "a\n")
