@@ -121,7 +121,8 @@ def test_many_clients_without_a_seed_are_all_answered(client):
     assert len(set(answers)) > 12
 
 
-def test_a_client_that_leaves_or_stalls_harms_nobody(client, monkeypatch, capsys):
+def test_a_client_that_leaves_or_stalls_harms_nobody(model, monkeypatch, capsys):
+    client = Client(model)
     monkeypatch.setattr(serve._Handler, "timeout", 0.2)
     host, port = client.server.server_address[:2]
     stalled = socket.create_connection((host, port), timeout=30)
@@ -135,6 +136,7 @@ def test_a_client_that_leaves_or_stalls_harms_nobody(client, monkeypatch, capsys
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves by a reset
         gone.close()
     client.ok(["a"], tokens_to_generate=3)
+    client.close()  # after the last answer
     assert "Traceback" not in capsys.readouterr().err
 
 
