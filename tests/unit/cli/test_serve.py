@@ -121,8 +121,8 @@ def test_many_clients_without_a_seed_are_all_answered(client):
     assert len(set(answers)) > 12
 
 
-def test_a_client_that_leaves_or_stalls_harms_nobody(model, monkeypatch, capsys):
-    client = Client(model)
+def test_a_client_that_leaves_or_stalls_harms_nobody(model, serving, monkeypatch, capsys):
+    client = serving(model)
     monkeypatch.setattr(serve._Handler, "timeout", 0.2)
     host, port = client.server.server_address[:2]
     stalled = socket.create_connection((host, port), timeout=30)
