@@ -12,6 +12,8 @@ import logging
 import os
 import random
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -20,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_lite import collectives, parallel_state
 from megatron_lite.collectives import group_rank
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, PeerLost
 from megatron_lite.host_memory import keep_freed_memory
 from megatron_lite.log import print_rank_0, set_rank, warn_rank_0
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -78,13 +80,15 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
             )
     if not dist.is_initialized():
         print_rank_0("> initializing torch distributed ...")
-        _init_process_group(args, launch)
+        with _connecting(launch.rank):
+            _init_process_group(args, launch)
     set_rank(dist.get_rank(), dist.get_world_size())
     check_stage_transport(args, dist.get_backend())
     for line in idle_on_device(args, all_flags(), args.device.type, dist.get_backend()):
         warn_rank_0(line)
     if not parallel_state.model_parallel_is_initialized():
-        initialize_groups(args)
+        with _connecting(launch.rank):
+            initialize_groups(args)
         print_rank_0(f"> initialized tensor model parallel with size {args.tensor_model_parallel_size}")
         print_rank_0(f"> initialized pipeline model parallel with size {args.pipeline_model_parallel_size}")
     print_rank_0(f"> setting random seeds to {args.seed} ...")
@@ -129,6 +133,21 @@ def seed_of_rank(args: Namespace, pg_collection: ProcessGroupCollection) -> int:
     """
     shift = 10 * group_rank(pg_collection.dp) if args.data_parallel_random_init else 0
     return args.seed + shift
+
+
+@contextmanager
+def _connecting(rank: int) -> Iterator[None]:
+    """Around what has ranks call each other: who is not answered is a witness, and the other one's error is the cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise PeerLost(
+            f"rank {rank} could not connect to the others: {str(error).splitlines()[0]}",
+            why="another rank has ended while all of them started, or no network leads to its machine",
+            fix="look at what the other ranks said; if nothing, GLOO_SOCKET_IFNAME names the network to take",
+        ) from error
 
 
 def _init_process_group(args: Namespace, launch: Launch) -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, PeerLost
 from megatron_lite.training import initialize
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
@@ -54,3 +54,13 @@ def test_deterministic_mode_refuses_a_setting_that_contradicts_it(clean, name, v
     with pytest.raises(ConfigError, match=f"{name}={value}"):
         initialize._deterministic()
     assert os.environ[name] == value and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_rank_that_finds_nobody_at_an_address_is_a_witness_and_other_errors_are_their_own():
+    """Its traceback stood above the error of the rank that had died."""
+    with pytest.raises(PeerLost, match="rank 2 could not connect to the others: Gloo connectFullMesh failed with x"):
+        with initialize._connecting(2):
+            raise RuntimeError("Gloo connectFullMesh failed with x\nand more")
+    with pytest.raises(RuntimeError, match="something else"):
+        with initialize._connecting(2):
+            raise RuntimeError("something else")
