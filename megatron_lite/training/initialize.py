@@ -137,7 +137,7 @@ def seed_of_rank(args: Namespace, pg_collection: ProcessGroupCollection) -> int:
 
 @contextmanager
 def _connecting(rank: int) -> Iterator[None]:
-    """Around what has ranks call each other: who is not answered is a witness, and the other one's error is the cause."""
+    """Around what has ranks call each other: who gets no answer is a witness, and another one's error is the cause."""
     try:
         yield
     except RuntimeError as error:
