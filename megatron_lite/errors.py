@@ -5,6 +5,8 @@
     CheckpointError   saving and loading
     RankFailure       a rank failed, hangs, or disagrees
       PeerLost          another one, as this rank sees it
+      ResultRejected    a loss or gradient that cannot be right; status 17
+      RerunElsewhere    the same, and another machine is to compute it again; status 16
 
 The entry points print the text and exit with a status other than 0; a traceback is for our own bugs only.
 """
@@ -20,6 +22,7 @@ class MegatronLiteError(Exception):
     """
 
     exit_status = 1
+    on_every_rank = False  # every rank raises the same: rank 0 says it for all
 
     def __init__(self, what: str, *, why: str = "", fix: str = ""):
         self.what, self.why, self.fix = what, why, fix
@@ -45,6 +48,7 @@ class ConfigError(MegatronLiteError):
     """Flags, or a combination of flags, that cannot be run. Exit status 2, as argparse has it."""
 
     exit_status = 2
+    on_every_rank = True
 
 
 class DataError(MegatronLiteError):
@@ -61,3 +65,17 @@ class RankFailure(MegatronLiteError):
 
 class PeerLost(RankFailure):
     """Another rank is gone, or never came to a collective: this rank is a witness, and the cause lies elsewhere."""
+
+
+class ResultRejected(RankFailure):
+    """A loss or gradient that cannot be right; all ranks have agreed to stop. Exit status as in Megatron."""
+
+    exit_status = 17
+    on_every_rank = True
+
+
+class RerunElsewhere(RankFailure):
+    """The same, saved as it was before the step: a start on other hardware tells whose fault it is. As in Megatron."""
+
+    exit_status = 16
+    on_every_rank = True

@@ -102,6 +102,12 @@ class BlendedDataset:
         item = self.datasets[dataset_id][None if idx is None else int(self.dataset_sample_index[at])]
         return {"dataset_id": dataset_id, **item}
 
+    def origin(self, idx: int) -> str:
+        """For people: where item `idx` comes from."""
+        dataset_id, sample = int(self.dataset_index[idx]), int(self.dataset_sample_index[idx])
+        tell = getattr(self.datasets[dataset_id], "origin", None)
+        return f"sample {sample} of dataset {dataset_id}" + (f": {tell(sample)}" if tell else "")
+
     def _build_indices(self) -> tuple[np.ndarray, ...]:
         if self.size is None:
             return build_exhaustive_blending_indices([int(weight) for weight in self.weights])

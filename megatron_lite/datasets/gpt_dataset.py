@@ -211,6 +211,17 @@ class GPTDataset(MegatronDataset):
             np.minimum(position_ids, np.arange(len(tokens)) - starts, out=position_ids)
         return sample
 
+    def origin(self, idx: int) -> str:
+        """For people: which documents (sequences of the `.idx`) item `idx` is cut from."""
+        k = int(self.shuffle_index[idx])
+        (first, begin), (last, end) = self.sample_index[k].tolist(), self.sample_index[k + 1].tolist()
+        last -= last > first and end + self._extra == 0
+        documents = self.document_index[first : last + 1].tolist()
+        shown = ", ".join(map(str, documents[:8])) + (f" and {len(documents) - 8} more" if len(documents) > 8 else "")
+        return (
+            f"document{'s' * (len(documents) > 1)} {shown} of {self.dataset_path}, from token {begin} of the first on"
+        )
+
     def _text(self, idx: int) -> tuple[np.ndarray, list[int]]:
         """The tokens of item `idx`, int64 `[s + x]`, padded on the right where the corpus ends before; and how many of
         them each document gave, in order (0: it is empty, or all of it belongs to the sample before)."""

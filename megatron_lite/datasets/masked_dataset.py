@@ -226,6 +226,12 @@ class MaskedWordPieceDataset(MegatronDataset):
     def _random_state(self, idx: int) -> np.random.RandomState:
         return np.random.RandomState((self.config.random_seed + idx) % (1 << 32))
 
+    def origin(self, idx: int) -> str:
+        """For people: which sentences item `idx` is made of, and of which document."""
+        first, end, _ = self.sample_index[idx].tolist()
+        document = int(np.searchsorted(self.dataset.document_indices, first, side="right")) - 1
+        return f"sentences {first} to {end - 1}, in document {document} of {self.dataset_path}"
+
     def _sentences(self, idx: int) -> tuple[list[np.ndarray], int]:
         """The sentences of sample `idx`, and its target length."""
         first, end, target = self.sample_index[idx].tolist()

@@ -117,6 +117,12 @@ class RetroDataset:
     def __len__(self) -> int:
         return self._length
 
+    def origin(self, idx: int) -> str:
+        """For people: where the sample of item `idx` comes from."""
+        sample = idx % self.num_queried_samples
+        tell = getattr(self.dataset, "origin", None)
+        return f"sample {sample} of the GPT data" + (f": {tell(sample)}" if tell else "")
+
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
         sample = 0 if idx is None else int(idx) % self.num_queried_samples
         item = dict(self.dataset[None if idx is None else sample])

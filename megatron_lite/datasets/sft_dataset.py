@@ -149,6 +149,10 @@ class SFTDataset(MegatronDataset):
     def __len__(self) -> int:
         return self._length
 
+    def origin(self, idx: int) -> str:
+        """For people: which record item `idx` is."""
+        return f"record {int(self.indices[idx % len(self.indices)])} of {self.dataset_path}"
+
     def __getitem__(self, idx: int | None) -> dict[str, np.ndarray]:
         s = self.config.sequence_length
         number = 0 if idx is None else int(idx)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 
 from megatron_lite.config import flag
-from megatron_lite.errors import ConfigError
+from megatron_lite.errors import ConfigError, RankFailure
 
 
 @dataclass(kw_only=True)
@@ -24,7 +25,7 @@ class DistributedDataParallelConfig:
     num_distributed_optimizer_instances: int = flag(1, "Shard inside dp / N ranks, and keep N copies in step.")
     check_for_nan_in_grad: bool = False
     check_for_large_grads: bool = flag(
-        False, "Stop at gradients far above the running maximum, before they are reduced."
+        False, "Reject gradients far above the running maximum, before they are reduced."
     )
     bucket_size: int | None = flag(
         None, "Size of a bucket. Default: max(40e6, 1e6 * dp).", name="--ddp-bucket-size", unit="parameters"
@@ -52,10 +53,15 @@ class DistributedDataParallelConfig:
     nccl_ub: bool = flag(False, "Buffers in memory that NCCL has registered.", name="--use-nccl-ub")
     disable_symmetric_registration: bool = flag(False, "Register such buffers each rank for itself.")
 
+<<<<<<< HEAD
     # -- fully sharded (flags: FullyShardedConfig): what FullyShardedDataParallel does
     use_megatron_fsdp: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
     suggested_communication_unit_size: int | None = None
+=======
+    # Told of gradients that the two checks above reject, instead of ending the run: see `grad_checks`.
+    on_bad_grads: Callable[[str, float, RankFailure], bool] | None = field(default=None, repr=False, compare=False)
+>>>>>>> 6a8af5f (Bad losses and gradients: steps are repeated to judge the machine, a report names the first bad value and the samples, batches can be left out)
 
     # -- not in this version: refused unless left at the default
     delay_wgrad_compute: bool = False

@@ -41,6 +41,10 @@ class LogitProbe:
         scalars = bool(args.tensorboard_dir or args.wandb_project) and iteration % args.tensorboard_log_interval == 0
         line = iteration % args.log_interval == 0 or iteration in (self._first, args.train_iters)
         self._on = scalars or line
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The step is run again: what its former run gave does not count."""
         if self._on:
             for attention in self._attentions:
                 attention.largest_score = LargestScore()

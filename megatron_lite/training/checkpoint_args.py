@@ -178,7 +178,7 @@ OPTIONAL = {
     "moe_router_group_topk",
 }
 # Facts of one process, not of the run.
-_NOT_SAVED = {"rank", "local_rank", "typed", "device", "timers"}
+_NOT_SAVED = {"rank", "local_rank", "typed", "device", "timers", "rerun_state"}
 
 
 def args_to_save(args: Namespace) -> dict[str, Any]:

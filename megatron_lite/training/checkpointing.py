@@ -93,6 +93,7 @@ def save_checkpoint(
     how: HowToWrite | None = None,
     beside: AsyncSaver | None = None,
     rolling: bool = False,
+    rerun_state: dict[str, Any] | None = None,
 ) -> Outcome | None:
     """Save everything that a resume needs under `--save`; collective over all ranks.
 
@@ -102,6 +103,7 @@ def save_checkpoint(
         root: another folder than `--save`.
         how: None: as the flags say.
         rolling: the checkpoint that --non-persistent-save-interval asks for, which replaces the one before.
+        rerun_state: what the watch over results remembers, plain values.
         beside: writes while the training goes on; the checkpoint is complete when its `poll` or `wait` says so.
     Returns: the outcome of the save before, where `beside` was still at it.
     Raises: CheckpointError, on every rank; older checkpoints and the tracker are then as before.
@@ -122,6 +124,8 @@ def save_checkpoint(
         "skipped_train_samples": args.skipped_train_samples,
         "layout": layout_of(groups),
     }
+    if rerun_state is not None:
+        common["rerun_state_machine"] = rerun_state
     objects = {}
     if not release:
         if opt_param_scheduler is not None:  # also with --no-save-optim: the position belongs to the iteration
@@ -330,6 +334,7 @@ def load_checkpoint(
         args.consumed_train_samples = common["consumed_train_samples"]
         args.consumed_valid_samples = common["consumed_valid_samples"]
         args.skipped_train_samples = common["skipped_train_samples"]
+        args.rerun_state = common.get("rerun_state_machine")
         schedule = dict(common.get("opt_param_scheduler", {}))
         if args.override_ckpt_iteration is not None:
             print_rank_0(f"iteration {iteration} of the checkpoint counts as {args.override_ckpt_iteration}")

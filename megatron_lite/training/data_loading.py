@@ -42,6 +42,7 @@ from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.training import global_vars
 from megatron_lite.training.derived import phase_of
 from megatron_lite.training.evaluation import EvaluationSet, num_eval_microbatches
+from megatron_lite.training.replay import NotedSampler, SamplesNamed
 from megatron_lite.training.stage_data import NotNeeded, stage_reads
 
 DatasetsProvider = Callable[[list[int | None]], Sequence[Any]]
@@ -295,7 +296,8 @@ def _train_iterator(dataset: Any, args: Namespace, pg_collection: ProcessGroupCo
     share = _share(args.micro_batch_size, pg_collection)
     if args.dataloader_type == "cyclic":
         return _cyclic(dataset, consumed, args, share)
-    return iter(_loader(dataset, MegatronPretrainingSampler(len(dataset), consumed, **share), args))
+    sampler = NotedSampler(MegatronPretrainingSampler(len(dataset), consumed, **share))
+    return SamplesNamed(iter(_loader(dataset, sampler, args)), sampler, dataset)
 
 
 def _consumed_in_phase(args: Namespace) -> int:
@@ -381,8 +383,8 @@ def _share(micro_batch_size: int, pg_collection: ProcessGroupCollection) -> dict
 
 def _cyclic(dataset: Any, consumed: int, args: Namespace, share: dict[str, Any]) -> Iterator[Any]:
     """Epoch after epoch; the sampler counts on by itself, also while workers read ahead."""
-    sampler = MegatronPretrainingRandomSampler(
-        dataset, len(dataset), consumed, data_sharding=args.data_sharding, **share
+    sampler = NotedSampler(
+        MegatronPretrainingRandomSampler(dataset, len(dataset), consumed, data_sharding=args.data_sharding, **share)
     )
     loader = _loader(dataset, sampler, args)
 
@@ -390,7 +392,7 @@ def _cyclic(dataset: Any, consumed: int, args: Namespace, share: dict[str, Any])
         while True:
             yield from loader
 
-    return epochs()
+    return SamplesNamed(epochs(), sampler, dataset)
 
 
 def _endless(dataset: Any, consumed: int, args: Namespace, share: dict[str, Any]) -> Iterator[Any]:

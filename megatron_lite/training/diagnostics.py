@@ -70,6 +70,12 @@ class Diagnostics:
             if part is not None:
                 part.before_step(iteration)
 
+    def start_over(self) -> None:
+        """The step is run, maybe not for the first time: the last run counts."""
+        for part in (self._logits, self._dumps):
+            if part is not None:
+                part.start_over()
+
     def after_step(self, iteration: int) -> Measured:
         """It is done. Collective."""
         args = self._args

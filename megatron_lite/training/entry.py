@@ -17,6 +17,7 @@ from megatron_lite.training.launch import read_launch
 # A rank that lost another one knows less than the launcher, which ends all ranks when it sees who ended first. So it
 # holds its message back: the guilty rank's error is the first in the log, and mostly the only one.
 _WITNESS_WAITS_S = 10
+_RANK_0_SPEAKS_S = 1  # a launcher ends all ranks when the first one has ended: not before rank 0 has spoken for them
 
 
 def pretrain(
@@ -86,8 +87,11 @@ def read_arguments(
 def leave(error: MegatronLiteError) -> None:
     """Print what the user can mend, without a traceback, and end this process with the error's status."""
     rank, size = rank_and_world_size()
-    # Bad flags are bad on every rank: rank 0 says it. The rest may be true of one rank alone, a rank that is none too.
-    if rank == 0 or rank >= size or not isinstance(error, ConfigError):
+    # What is bad on every rank, as flags are, rank 0 says. The rest may be true of one rank alone, also of one that is
+    # none.
+    if rank == 0 or rank >= size or not error.on_every_rank:
         prefix = f"[rank {rank}] " if rank else ""
         say(f"\n{prefix}{type(error).__name__}: {error}", sys.stderr)
+    elif not isinstance(error, ConfigError):
+        time.sleep(_RANK_0_SPEAKS_S)
     sys.exit(error.exit_status)

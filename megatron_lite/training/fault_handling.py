@@ -83,6 +83,15 @@ def agree(value: int, device: torch.device) -> int:
     return int(flag.item())
 
 
+def largest(value: float, device: torch.device) -> float:
+    """The same of numbers that need not be whole; Inf and -Inf count."""
+    if collectives.world() is None:
+        return value
+    box = torch.tensor([value], dtype=torch.float64, device=device)
+    collectives.all_reduce(box, collectives.world(), op="max", purpose="largest of all ranks")
+    return float(box.item())
+
+
 def exit_reason(args: Namespace, iteration: int, watch: SignalWatch | None) -> Exit | None:
     """Why the run should stop after `iteration`; None to go on. The same on every rank."""
     minutes = args.exit_duration_in_mins

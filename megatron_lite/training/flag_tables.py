@@ -23,7 +23,6 @@ CAPABILITIES = {
     "fp8": ("FP8", "--bf16"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
     "planning": ("the run without its ranks", "run it smaller"),
-    "rerun": ("running a suspicious step again", "the checks for NaN, which are on"),
     "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
     "inference layers": ("layers for inference alone", "--transformer-impl local"),
 }

@@ -36,11 +36,33 @@ def find_state(saved: Collection[str], groups: ProcessGroupCollection) -> str | 
     return next((name for name in candidates if name in saved), None)
 
 
+class RngSnapshot:
+    """The generators' states as they are now, in memory: cheap enough to take before every step."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if _on_cuda() else None
+        self._tracker = get_cuda_rng_tracker().get_states()
+
+    def restore(self) -> None:
+        """Draw from here on what was drawn after the snapshot."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        get_cuda_rng_tracker().set_states(self._tracker)
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
 def get_rng_state() -> dict[str, Any]:
     """All states, as numbers, lists and tensors."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    on_cuda = _on_cuda()
     return {
         "python": {"version": version, "words": list(words), "gauss": gauss},
         "numpy": {
@@ -62,7 +84,7 @@ def set_rng_state(state: dict[str, Any]) -> bool:
     Returns: whether everything was restored. A run that moved between CPU and GPU keeps its own seeds on the device.
     Raises: CheckpointError for states that no generator takes.
     """
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    on_cuda = _on_cuda()
     try:
         python, numpy_state = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"]), python["gauss"]))

@@ -11,19 +11,24 @@ a run has no next one, so its failure is the run's.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from megatron_lite import collectives
 from megatron_lite.checkpointing.async_save import AsyncSaver, Outcome
-from megatron_lite.errors import CheckpointError
+from megatron_lite.checkpointing.checkpoint import on_rank_0
+from megatron_lite.errors import CheckpointError, ResultRejected
 from megatron_lite.log import print_rank_0, warn_rank_0
 from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.process_groups import side_group
-from megatron_lite.training.checkpointing import how_to_write, save_checkpoint
+from megatron_lite.training.checkpoint_search import find_checkpoint
+from megatron_lite.training.checkpointing import how_to_write, load_checkpoint, save_checkpoint
 
 
 class Saves:
@@ -44,6 +49,7 @@ class Saves:
         self._how = how_to_write(args)
         self._saved_at = args.iteration if args.iteration else -1
         self._failed_at = -1
+        self.rerun_state: Callable[[], dict[str, Any] | None] = lambda: None  # asked at each save, on every rank
         self._beside: AsyncSaver | None = None
         self._side: dist.ProcessGroup | None = None
 
@@ -80,6 +86,31 @@ class Saves:
             if last.error is not None:
                 raise last.error
 
+    def save_again(self) -> None:
+        """As `save_last`, also where this iteration has been saved: something has been found out since.
+
+        Raises: as `save_last`.
+        """
+        self._saved_at = -1
+        self.save_last()
+
+    def load_last(self) -> None:
+        """Go back to the newest checkpoint of `--save`, as a resumed run would, whatever this run was started from.
+
+        Raises: ResultRejected, on every rank, where none is there yet.
+        """
+        args = self.args
+        self._wait()
+        with _as_a_resume(args):
+            if on_rank_0(lambda: find_checkpoint(args, "save"), collectives.world()) is None:
+                raise ResultRejected(
+                    f"{args.save} holds no checkpoint to go back to",
+                    why="the result of this step is bad, and --on-bad-loss is rollback",
+                    fix="a smaller --save-interval, or --on-bad-loss skip",
+                )
+            args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(*self._run, load_arg="save")
+        self._saved_at = args.iteration
+
     def poll(self) -> None:
         """Say how a save beside the training has ended; once a step, without waiting."""
         outcome = self._beside.poll() if self._beside is not None else None
@@ -107,6 +138,7 @@ class Saves:
                 args.num_floating_point_operations_so_far,
                 how=self._how,
                 beside=self._writer_beside(),
+                rerun_state=self.rerun_state(),
                 rolling=rolling,
             )
             if not rolling:
@@ -149,3 +181,22 @@ class Saves:
     def _failed(self, iteration: int, error: CheckpointError) -> None:
         self._failed_at = iteration
         warn_rank_0(f"the checkpoint of iteration {iteration} was NOT saved; training goes on.\n{error}")
+
+
+@contextmanager
+def _as_a_resume(args: Namespace) -> Iterator[None]:
+    """Inside, the arguments are those of a start that takes up everything of the newest checkpoint."""
+    plain: dict[str, Any] = {
+        "ckpt_step": None,
+        "finetune": False,
+        "no_load_optim": False,
+        "no_load_rng": False,
+        "override_ckpt_iteration": None,
+        "pretrained_checkpoint": None,
+    }
+    before = {name: getattr(args, name) for name in plain}
+    vars(args).update(plain)
+    try:
+        yield
+    finally:
+        vars(args).update(before)

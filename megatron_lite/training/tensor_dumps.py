@@ -85,6 +85,10 @@ class TensorDumps:
 
             config.finalize_model_grads_func = noted
 
+    def start_over(self) -> None:
+        """The step is run again: what its former run gave is not written."""
+        self._seen.clear()
+
     def after_step(self, iteration: int) -> None:
         """The step is done: write."""
         for hook in self._hooks:

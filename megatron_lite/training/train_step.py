@@ -12,7 +12,7 @@ Evaluation always divides all sums by all tokens, so its number does not depend 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +22,13 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
 from megatron_lite.errors import RankFailure
-from megatron_lite.log import rank_and_world_size
 from megatron_lite.num_microbatches_calculator import get_num_microbatches
 from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_lite.pipeline_parallel import get_forward_backward_func
 from megatron_lite.pipeline_parallel.executor import ForwardStep
 from megatron_lite.process_groups_config import ProcessGroupCollection
-
-Value = Tensor | tuple[Tensor, Tensor]
-Reports = Sequence[dict[str, Value]]
+from megatron_lite.training.result_checks import Reports, ResultChecks, flat
 
 
 @dataclass
@@ -59,17 +56,25 @@ def train_step(
     args: Namespace,
     iteration: int,
     pg_collection: ProcessGroupCollection,
+    checks: ResultChecks | None = None,
+    update: bool = True,
 ) -> StepResult:
     """Run iteration number `iteration` (from 1).
 
-    Raises: RankFailure naming this rank when its loss is NaN or Inf and `--no-check-for-nan-in-loss-and-grad` is not
-        given; nothing has changed then.
+    Args:
+        checks: look at the results; what they reject is left out on all ranks together.
+        update: False: forward, backward and the norm alone; weights, moments and schedule stay.
+    Raises: RankFailure naming this rank when its loss is NaN or Inf, there are no `checks` and
+        `--no-check-for-nan-in-loss-and-grad` is not given; nothing has changed then.
     """
     for chunk in model:
         chunk.zero_grad_buffer()  # type: ignore[operator]
     optimizer.zero_grad()
-    if args.check_for_nan_in_loss_and_grad:
-        forward_step_func = _checked(forward_step_func, get_num_microbatches(), iteration)
+    if checks is None and args.check_for_nan_in_loss_and_grad:
+        checks = ResultChecks(args, pg_collection, at_once=True)
+        checks.begin(iteration)
+    if checks is not None:
+        forward_step_func = checks.watch(forward_step_func, get_num_microbatches())
     reports = _forward_backward(iteration)(
         forward_step_func=forward_step_func,
         data_iterator=data_iterator,
@@ -87,6 +92,11 @@ def train_step(
     groups = [group for group in optimizer.param_groups if group["params"]]
     ordinary = [group for group in groups if not group["is_decoupled_lr"]] or groups
     learning_rate = max((group["lr"] for group in ordinary), default=0.0)
+    if not update:
+        for part in optimizer.parts:
+            part.prepare_grads()
+        losses = average_losses(reports, pg_collection, per_token=args.calculate_per_token_loss)
+        return StepResult(losses, True, learning_rate, optimizer.get_grad_norm(), None)
     timers = args.timers
     timers("optimizer", log_level=1).start(barrier=args.barrier_with_L1_time)
     succeeded, grad_norm, num_zeros = optimizer.step()
@@ -114,41 +124,6 @@ def _forward_backward(iteration: int) -> Callable[..., Reports]:
     return run
 
 
-def _checked(forward_step_func: ForwardStep, num_microbatches: int, iteration: int) -> ForwardStep:
-    """`forward_step_func`, whose losses are looked at once a step: with the last micro-batch, before its backward sends
-    gradients to other ranks, so that a NaN is found where it arose and the device is waited for only once."""
-    reports: list[dict[str, Value]] = []
-
-    def step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        output, loss_func = forward_step_func(data_iterator, model)
-
-        def checked(output: Tensor) -> Any:
-            result = loss_func(output)
-            reports.append(result[-1])
-            if len(reports) == num_microbatches:
-                check_losses(reports, iteration)
-            return result
-
-        return output, checked
-
-    return step
-
-
-def check_losses(reports: Reports, iteration: int) -> None:
-    """Stop at a loss that is NaN or Inf; one look at the device for all micro-batches."""
-    for key in reports[0] if reports else ():
-        sums = torch.stack([_flat(report[key])[0] for report in reports])
-        if not bool(torch.isfinite(sums).all()):
-            bad = (~torch.isfinite(sums)).nonzero().flatten().tolist()
-            rank, _ = rank_and_world_size()
-            raise RankFailure(
-                f"rank {rank}: {key} is {sums[bad[0]].item()} at iteration {iteration} (micro-batch {bad[0]})",
-                why="a forward pass gave NaN or Inf; no weight has been changed by this iteration",
-                fix="look at this batch (--iterations-to-skip leaves it out), lower --lr, or skip bad steps with "
-                "--no-check-for-nan-in-loss-and-grad",
-            )
-
-
 def average_losses(reports: Reports, pg_collection: ProcessGroupCollection, *, per_token: bool) -> dict[str, float]:
     """The losses of a step by key, over micro-batches and data-parallel ranks (see the top of this file).
 
@@ -157,7 +132,7 @@ def average_losses(reports: Reports, pg_collection: ProcessGroupCollection, *, p
     """
     if not reports:
         return {}
-    tables = {key: torch.stack([_flat(report[key]) for report in reports]) for key in reports[0]}  # [m, 2] or [m, 1]
+    tables = {key: torch.stack([flat(report[key]) for report in reports]) for key in reports[0]}  # [m, 2] or [m, 1]
     if not per_token:
         _join_sequences([table for table in tables.values() if table.shape[1] == 2], pg_collection.cp)
     rows = []
@@ -181,10 +156,3 @@ def _join_sequences(tables: list[Tensor], cp: ProcessGroup | None) -> None:
     collectives.all_reduce(joined, cp, purpose="losses of a micro-batch")
     for table, part in zip(tables, joined.split([len(table) for table in tables])):
         table.copy_(part)
-
-
-def _flat(value: Value) -> Tensor:
-    """A reported value as `[2]` (sum, tokens) or `[1]`, fp32."""
-    if isinstance(value, tuple):
-        value = torch.stack(value)
-    return value.detach().float().flatten()

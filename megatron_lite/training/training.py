@@ -11,10 +11,11 @@ import gc
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -42,6 +43,7 @@ from megatron_lite.training.checkpointing import load_checkpoint, save_checkpoin
 from megatron_lite.training.data_loading import DatasetsProvider, RunData, build_train_valid_test_data_iterators
 from megatron_lite.training.diagnostics import Diagnostics
 from megatron_lite.training.evaluation import EvaluationSet, collect_non_loss_data, evaluate
+from megatron_lite.training.fault_guard import FaultGuard
 from megatron_lite.training.fault_handling import SignalWatch, agree, exit_reason
 from megatron_lite.training.flops import num_floating_point_operations
 from megatron_lite.training.heartbeat import DONE, Heartbeat
@@ -51,10 +53,11 @@ from megatron_lite.training.model_setup import ModelProvider, print_datetime, se
 from megatron_lite.training.profiling import Profiler
 from megatron_lite.training.progress_file import append_progress
 from megatron_lite.training.report import write_report
+from megatron_lite.training.result_checks import ResultChecks
 from megatron_lite.training.saving import Saves
 from megatron_lite.training.stage_data import for_chunks
 from megatron_lite.training.straggler import Straggler
-from megatron_lite.training.train_step import train_step
+from megatron_lite.training.train_step import StepResult, train_step
 from megatron_lite.training.training_log import TrainingLog, describe_run
 from megatron_lite.training.upcycling import upcycle
 from megatron_lite.training.weight_hash import check_weight_hashes
@@ -119,6 +122,7 @@ def _run(
     model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type, args, pg_collection)
     args.iteration = args.num_floating_point_operations_so_far = 0
     args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
+    args.rerun_state = None
     if args.moe_use_upcycling:
         upcycle(args, model, optimizer)
     elif will_load_checkpoint(args):
@@ -137,9 +141,11 @@ def _run(
 
     timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)
     done = args.iteration >= args.train_iters and not args.skip_train
-    data = RunData()
-    if not done:
-        data = build_train_valid_test_data_iterators(datasets_provider, args, pg_collection)
+
+    def build_data() -> RunData:
+        return build_train_valid_test_data_iterators(datasets_provider, args, pg_collection)
+
+    data = RunData() if done else build_data()
     timers("train/valid/test-data-iterators-setup").stop()
     print_datetime("after dataloaders are built")
     print_rank_0("done with setup ...")
@@ -152,7 +158,17 @@ def _run(
         )
         return
 
-    loop = Loop(args, model, optimizer, scheduler, forward_step_func, data, pg_collection, process_non_loss_data_func)
+    loop = Loop(
+        args,
+        model,
+        optimizer,
+        scheduler,
+        forward_step_func,
+        data,
+        pg_collection,
+        process_non_loss_data_func,
+        build_data,
+    )
     loop.watch = watch
     try:
         loop.run()
@@ -185,6 +201,7 @@ class Loop:
         optimizer, scheduler: None where nothing is trained.
         data: what is trained and evaluated on.
         process_non_loss_data_func: see `pretrain`.
+        build_data: makes `data` anew, from where the arguments' counters are.
     """
 
     def __init__(
@@ -197,15 +214,16 @@ class Loop:
         data: RunData,
         pg_collection: ProcessGroupCollection,
         process_non_loss_data_func: Callable[..., None] | None = None,
+        build_data: Callable[[], RunData] | None = None,
     ):
         self.args, self.model, self.optimizer, self.scheduler = args, model, optimizer, scheduler
         self.forward_step_func, self.pg_collection = forward_step_func, pg_collection
         train, self.valid_data, self.test_data = data
+        self.build_data = build_data
         self.straggler = Straggler(args) if args.log_straggler else None
         self.train_step_func = forward_step_func
         if self.straggler is not None:
-            train, self.train_step_func = self.straggler.timed(train), self.straggler.around(forward_step_func)
-        self.train_data = None if train is None else for_chunks(train, args, pg_collection)
+            self.train_step_func = self.straggler.around(forward_step_func)
         self.log = TrainingLog(args, args.timers, pg_collection)
         self.profiler = Profiler(args, model)
         self.diagnostics = Diagnostics(args, model, optimizer, pg_collection)
@@ -216,6 +234,11 @@ class Loop:
         self.heartbeat: Heartbeat | None = None
         if args.heartbeat_file and rank_and_world_size()[0] == 0:
             self.heartbeat = Heartbeat(args.heartbeat_file, args)
+        self.guard: FaultGuard | None = None
+        if optimizer is not None and train is not None:
+            watched = self._train_data(train)
+            self.guard = FaultGuard(args, model, optimizer, watched, pg_collection, self.saves.save_again)
+            self.saves.rerun_state = self.guard.state_dict
         self._timeout_after_init = args.distributed_timeout_seconds_after_init
 
     # -- the course of a run ---------------------------------------------------------------------------------------
@@ -285,8 +308,11 @@ class Loop:
         self._note(f"iteration {iteration}")
         batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
         self.profiler.before_step(iteration)
+        assert self.guard is not None, "this run was set up without training"
         if iteration in args.iterations_to_skip:
-            self._skip(batch)
+            self._skip(batch, "--iterations-to-skip")
+        elif iteration in self.guard.left_out:
+            self._skip(batch, "its result was bad before")
         else:
             self._step(iteration, batch)
         hashes = args.check_weight_hash_across_dp_replicas_interval
@@ -305,28 +331,40 @@ class Loop:
             self._pause(self.saves.save_rolling)
 
     def _step(self, iteration: int, batch: int) -> None:
-        args = self.args
-        assert self.optimizer is not None and self.scheduler is not None, "this run was set up without training"
+        args, guard = self.args, self.guard
+        optimizer, scheduler = self.optimizer, self.scheduler
+        assert optimizer is not None and scheduler is not None and guard is not None, "a run set up without training"
         self.diagnostics.before_step(iteration)
+
+        def run(checks: ResultChecks | None, update: bool) -> StepResult:
+            self.diagnostics.start_over()
+            return train_step(
+                self.train_step_func,
+                guard.data,
+                self.model,
+                optimizer,
+                scheduler,
+                args,
+                iteration,
+                self.pg_collection,
+                checks,
+                update,
+            )
+
         try:
             with self.log.communication.step(), self.straggler.step() if self.straggler else nullcontext():
-                result = train_step(
-                    self.train_step_func,
-                    self.train_data,  # type: ignore[arg-type]
-                    self.model,
-                    self.optimizer,
-                    self.scheduler,
-                    args,
-                    iteration,
-                    self.pg_collection,
-                )
+                result = guard.step(iteration, run)
         except StopIteration:
             raise self._out_of_data(iteration) from None
+        measured = self.diagnostics.after_step(iteration)
+        if result is None:
+            self._pause(self._roll_back)
+            return
         args.iteration = iteration
         args.consumed_train_samples += batch
         args.num_floating_point_operations_so_far += num_floating_point_operations(args, batch)
-        args.loss_scale_now = float(self.optimizer.get_loss_scale())
-        self.log.step(iteration, result, batch, self.diagnostics.after_step(iteration))
+        args.loss_scale_now = float(optimizer.get_loss_scale())
+        self.log.step(iteration, result, batch, measured)
         if self.straggler is not None and iteration % args.log_interval == 0:
             self.straggler.report(num_floating_point_operations(args, batch))
         if self._timeout_after_init is not None:  # the first iteration may take long: it makes NCCL's communicators
@@ -335,18 +373,35 @@ class Loop:
                 self.watch.set_limit(self._timeout_after_init)
             self._timeout_after_init = None
 
-    def _skip(self, batch: int) -> None:
+    def _roll_back(self) -> None:
+        """Go on from the last checkpoint, as a start with `--load` would."""
+        assert self.build_data is not None and self.guard is not None, "data that can be read again"
+        self.saves.load_last()
+        update_num_microbatches(self.args.consumed_train_samples, consistency_check=True)
+        train, self.valid_data, self.test_data = self.build_data()
+        assert train is not None, "what was trained on before"
+        self.guard.read_from(self._train_data(train))
+        self.log.start_over()
+
+    def _train_data(self, train: Iterator[Any]) -> Iterator[Any] | list[Iterator[Any]]:
+        """What steps read, for each chunk."""
+        timed = train if self.straggler is None else self.straggler.timed(train)
+        assert timed is not None, "there are data"
+        return for_chunks(timed, self.args, self.pg_collection)
+
+    def _skip(self, batch: int, why: str) -> None:
         """Read the batch of this iteration, and do not train on it."""
         args = self.args
+        assert self.guard is not None, "a run set up without training"
         try:
             for _ in range(get_num_microbatches()):
-                skip_batch(self.train_data, self.pg_collection.tp)  # type: ignore[arg-type]
+                skip_batch(self.guard.data, self.pg_collection.tp)
         except StopIteration:
             raise self._out_of_data(args.iteration + 1) from None
         args.iteration += 1
         args.consumed_train_samples += batch
         args.skipped_train_samples += batch
-        print_rank_0(f"skipped iteration {args.iteration} (--iterations-to-skip)")
+        print_rank_0(f"skipped iteration {args.iteration} ({why})")
 
     def _out_of_data(self, iteration: int) -> DataError:
         return DataError(

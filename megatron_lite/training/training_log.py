@@ -123,7 +123,7 @@ class TrainingLog:
             self._report_memory = True
         if iteration % args.log_interval == 0 or iteration == args.train_iters:
             self._line(iteration, result, batch_size, measured, ends=True)
-            self._start_over()
+            self.start_over()
         elif iteration == self._first_iteration + 1:  # so that a run shows at once that it learns; sums go on
             self._line(iteration, result, batch_size, measured, ends=False)
         elif self._progress_line:
@@ -267,7 +267,8 @@ class TrainingLog:
             self.timers.log(_TIMERS, normalizer=self._iterations)
         self.flush()
 
-    def _start_over(self) -> None:
+    def start_over(self) -> None:
+        """Forget the sums of the next line."""
         self.communication.start_over()
         self._sums.clear()
         self.experts.start_over()

@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[3]
 PENDING = {
     "fp8": 12,
     "planning": 1,
-    "rerun": 5,
 }
 
 

@@ -91,6 +91,21 @@ BROKEN = [
         "",
         ["full sharding with --moe-use-upcycling"],
     ),
+    # faulty results
+    ("--check-for-spiky-loss --spiky-loss-factor 1", "", ["--spiky-loss-factor 1.0"]),
+    ("--spiky-loss-factor 2", "", ["--spiky-loss-factor without --check-for-spiky-loss"]),
+    ("--spiky-loss-window 5", "", ["--spiky-loss-window without --check-for-spiky-loss"]),
+    ("--on-bad-loss rollback", "", ["--on-bad-loss rollback without --save"]),
+    ("--on-bad-loss rollback --save x --save-interval 1 --no-save-rng", "", ["--no-save-rng", "gone back to"]),
+    (
+        "--on-bad-loss rollback --save x --save-interval 1 --dataloader-type external",
+        "",
+        ["--on-bad-loss rollback with --dataloader-type external"],
+    ),
+    ("--bad-loss-window 2", "", ["--bad-loss-window 2 with --on-bad-loss stop", "--on-bad-loss rollback"]),
+    ("--error-injection-rate 5 --rerun-mode disabled", "", ["--error-injection-rate 5", "--rerun-mode disabled"]),
+    ("--error-injection-rate -1", "", ["--error-injection-rate -1"]),
+    ("--bad-loss-limit -1", "", ["--bad-loss-limit -1"]),
     # batch
     ("", "--micro-batch-size", ["--micro-batch-size is missing"]),
     ("--micro-batch-size 0", "", ["--micro-batch-size 0"]),
@@ -474,6 +489,7 @@ POSITIVE = (
     "microbatch-group-size-per-virtual-pipeline-stage check-weight-hash-across-dp-replicas-interval "
     "train-sync-interval log-memory-interval save-params-interval save-activations-interval save-wgrads-interval "
     "save-dgrads-interval "
+    "spiky-loss-window bad-loss-window "
     "pipeline-model-parallel-size context-parallel-size expert-model-parallel-size tensor-model-parallel-size"
 )
 MORE: list[tuple[str, str, list[str]]] = [

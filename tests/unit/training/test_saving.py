@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_lite.checkpointing import folders
-from megatron_lite.errors import CheckpointError
+from megatron_lite.errors import CheckpointError, ResultRejected
 from megatron_lite.timers import Timers
 from megatron_lite.training import global_vars
 from megatron_lite.training.saving import Saves
@@ -28,6 +28,43 @@ def test_the_newest_are_kept_and_what_is_superseded_goes(tmp_path, capsys):
         run.save()
     assert folders.complete_iterations(tmp_path) == [3, 4]
     assert f"  successfully deleted checkpoint from iteration       2 at {tmp_path}" in capsys.readouterr().out
+
+
+def test_a_run_goes_back_to_its_newest_checkpoint_whatever_it_was_started_from(tmp_path):
+    """--finetune and the like say how a run starts, and are no part of going back. The flags are as before then."""
+    run = Run("--save", tmp_path / "new", "--load", tmp_path / "old", "--finetune", "--no-load-rng", "--ckpt-step", 7)
+    loop = Loop(run)
+    loop.step()
+    loop.saves.save()
+    state, expected = run.state(), loop.step() + loop.step()
+    assert not _same(state, run.state())
+    loop.saves.load_last()
+    assert run.args.iteration == 1 and run.args.consumed_train_samples == 2 and _same(run.state(), state)
+    run.iteration = 1
+    assert loop.step() + loop.step() == expected
+    assert run.args.finetune and run.args.no_load_rng and run.args.ckpt_step == 7
+
+
+def test_without_a_checkpoint_to_go_back_to_the_error_says_so(tmp_path):
+    loop = Loop(Run("--save", tmp_path))
+    loop.step()
+    with pytest.raises(ResultRejected, match=r"holds no checkpoint to go back to(.|\n)*--save-interval"):
+        loop.saves.load_last()
+
+
+def test_an_iteration_is_saved_again_when_something_has_been_found_out(tmp_path):
+    """Saved once, it is not due any more, and what the watch over results suspects would be lost."""
+    loop = Loop(Run("--save", tmp_path))
+    loop.step()
+    loop.saves.save()
+    loop.saves.rerun_state = lambda: {"suspected_iteration": 2}
+    loop.saves.save_last()
+    run = Run("--save", tmp_path, "--load", tmp_path)
+    run.load()
+    assert run.args.rerun_state is None
+    loop.saves.save_again()
+    run.load()
+    assert run.args.rerun_state == {"suspected_iteration": 2}
 
 
 class Loop:
