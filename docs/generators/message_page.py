@@ -19,6 +19,8 @@ KINDS = {
     "DataError": "Corpora, tokenizers, caches: exit status 1",
     "CheckpointError": "Checkpoints: exit status 1",
     "RankFailure": "Ranks: exit status 1",
+    "ResultRejected": "Bad losses and gradients: exit status 17",
+    "RerunElsewhere": "Bad losses and gradients, to be computed again elsewhere: exit status 16",
     "PeerLost": "Other ranks: exit status 1",
 }
 

@@ -109,11 +109,7 @@ class BucketGroup:
             if config.check_for_nan_in_grad:
                 check_for_nan(bucket, config.on_bad_grads)
             if config.check_for_large_grads:
-<<<<<<< HEAD
-                self._large[number].check(bucket.grad_data, bucket.params, bucket.number)
-=======
-                self._large[number].check(bucket, config.on_bad_grads)
->>>>>>> 6a8af5f (Bad losses and gradients: steps are repeated to judge the machine, a report names the first bad value and the samples, batches can be left out)
+                self._large[number].check(bucket.grad_data, bucket.params, bucket.number, listener=config.on_bad_grads)
             if not config.gradient_reduce_div_fusion and bucket.gradient_scaling_factor != 1.0:
                 bucket.grad_data.mul_(bucket.gradient_scaling_factor)
         sharded = config.use_distributed_optimizer and not force_all_reduce

@@ -53,15 +53,13 @@ class DistributedDataParallelConfig:
     nccl_ub: bool = flag(False, "Buffers in memory that NCCL has registered.", name="--use-nccl-ub")
     disable_symmetric_registration: bool = flag(False, "Register such buffers each rank for itself.")
 
-<<<<<<< HEAD
+    # Told of gradients that the two checks above reject, instead of ending the run: see `grad_checks`.
+    on_bad_grads: Callable[[str, float, RankFailure], bool] | None = field(default=None, repr=False, compare=False)
+
     # -- fully sharded (flags: FullyShardedConfig): what FullyShardedDataParallel does
     use_megatron_fsdp: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
     suggested_communication_unit_size: int | None = None
-=======
-    # Told of gradients that the two checks above reject, instead of ending the run: see `grad_checks`.
-    on_bad_grads: Callable[[str, float, RankFailure], bool] | None = field(default=None, repr=False, compare=False)
->>>>>>> 6a8af5f (Bad losses and gradients: steps are repeated to judge the machine, a report names the first bad value and the samples, batches can be left out)
 
     # -- not in this version: refused unless left at the default
     delay_wgrad_compute: bool = False

@@ -33,35 +33,37 @@ def check_for_nan(bucket: Bucket, listener: Listener | None = None) -> None:
         return
     bad = [name for name, param in bucket.params.items() if not bool(torch.isfinite(reduced_grad(param)).all())]
     if bad:
-<<<<<<< HEAD
-        raise _nan_in(
+        failure = _nan_in(
             f"{some(bad)} (bucket {bucket.number}, before it is summed over ranks, on {bucket.grad_data.device})"
-=======
-        rank, _ = rank_and_world_size()
-        failure = RankFailure(
-            f"rank {rank}: NaN or Inf in the gradient of {some(bad)} (bucket {bucket.number}, "
-            f"before it is summed over ranks, on {bucket.grad_data.device})",
-            why="the sum would carry it to every rank; no weight has been changed by this step",
-            fix="look at this rank's batch, lower --lr, or skip such steps with --no-check-for-nan-in-loss-and-grad",
->>>>>>> 6a8af5f (Bad losses and gradients: steps are repeated to judge the machine, a report names the first bad value and the samples, batches can be left out)
         )
-        _reject(bucket, "nan", math.nan, failure, listener)
+        _reject([bucket.grad_data], "nan", math.nan, failure, listener)
 
 
-<<<<<<< HEAD
-def not_finite(units: Sequence[tuple[str, Tensor]]) -> None:
-    """Stop when gradients of a fully sharded model were NaN or Inf on this rank, before they were summed.
+def _reject(grads: Sequence[Tensor], kind: str, norm: float, failure: RankFailure, listener: Listener | None) -> None:
+    if listener is None:
+        raise failure
+    if listener(kind, norm, failure):
+        for grad in grads:
+            grad.fill_(math.nan)
+
+
+def not_finite(
+    units: Sequence[tuple[str, Tensor]], grads: Sequence[Tensor] = (), listener: Listener | None = None
+) -> None:
+    """Reject gradients of a fully sharded model that were NaN or Inf on this rank, before they were summed.
 
     Args:
         units: (name of a module whose gradients travelled together, whether all were finite: bool scalar).
-    Raises: RankFailure naming the rank and the modules.
+        grads: this rank's parts of the sums.
+    Raises: RankFailure naming the rank and the modules, where nobody listens.
     """
     if not units:
         return
     finite = torch.stack([flag for _, flag in units])
     if not bool(finite.all()):
         bad = [name for (name, _), good in zip(units, finite.tolist()) if not good]
-        raise _nan_in(f"{some(list(dict.fromkeys(bad)))} (before it is summed over ranks, on {finite.device})")
+        failure = _nan_in(f"{some(list(dict.fromkeys(bad)))} (before it is summed over ranks, on {finite.device})")
+        _reject(grads, "nan", math.nan, failure, listener)
 
 
 def _nan_in(what: str) -> RankFailure:
@@ -73,17 +75,7 @@ def _nan_in(what: str) -> RankFailure:
     )
 
 
-class LargeGradients:
-=======
-def _reject(bucket: Bucket, kind: str, norm: float, failure: RankFailure, listener: Listener | None) -> None:
-    if listener is None:
-        raise failure
-    if listener(kind, norm, failure):
-        bucket.grad_data.fill_(math.nan)
-
-
 class LargeGradients(RunningMaximum):
->>>>>>> 6a8af5f (Bad losses and gradients: steps are repeated to judge the machine, a report names the first bad value and the samples, batches can be left out)
     """Stops when the norm of a bucket is far above all norms that it has had.
 
     Args:
@@ -94,48 +86,34 @@ class LargeGradients(RunningMaximum):
     def __init__(self, factor: float = LARGE, warm_up: int = WARM_UP):
         super().__init__(factor, warm_up)
 
-<<<<<<< HEAD
     def check(
         self,
         grads: Tensor,
         params: Mapping[str, nn.Parameter],
         bucket: int,
         when: str = "before it is summed over ranks",
+        listener: Listener | None = None,
     ) -> None:
         """Look at the flat gradients of some parameters and remember their norm.
 
         Args:
             bucket: its number, and `when` they are looked at: for the message.
-=======
-    def check(self, bucket: Bucket, listener: Listener | None = None) -> None:
-        """Look at the bucket's gradients and remember their norm.
->>>>>>> 6a8af5f (Bad losses and gradients: steps are repeated to judge the machine, a report names the first bad value and the samples, batches can be left out)
 
         Raises: RankFailure naming the rank, the bucket, and the parameters that made the norm large, where nobody
             listens.
         """
-<<<<<<< HEAD
         norm = float(torch.linalg.vector_norm(grads, dtype=torch.float32))
-        if self.seen >= self.warm_up and norm > self.factor * self.largest:
-            rank, _ = rank_and_world_size()
-            raise RankFailure(
-                f"rank {rank}: the gradients of bucket {bucket} have norm {norm:.3g}, the largest of {self.seen}"
-                f" before was {self.largest:.3g}; most of it is in {some(_largest(params))} "
-                f"({when}, on {grads.device})",
-=======
-        norm = float(torch.linalg.vector_norm(bucket.grad_data, dtype=torch.float32))
         if self.exceeded_by(norm):
             rank, _ = rank_and_world_size()
             failure = RankFailure(
-                f"rank {rank}: the gradients of bucket {bucket.number} have norm {norm:.3g}, the largest of {self.seen}"
-                f" before was {self.largest:.3g}; most of it is in {some(_largest(bucket.params))} "
-                f"(before it is summed over ranks, on {bucket.grad_data.device})",
->>>>>>> 6a8af5f (Bad losses and gradients: steps are repeated to judge the machine, a report names the first bad value and the samples, batches can be left out)
+                f"rank {rank}: the gradients of bucket {bucket} have norm {norm:.3g}, the largest of {self.seen}"
+                f" before was {self.largest:.3g}; most of it is in {some(_largest(params))} "
+                f"({when}, on {grads.device})",
                 why=f"--check-for-large-grads stops at {self.factor:g} times the running maximum; no weight has been "
                 "changed by this step",
                 fix="look at this rank's batch, lower --lr, or leave --check-for-large-grads out",
             )
-            _reject(bucket, "large gradients", norm, failure, listener)
+            _reject([grads], "large gradients", norm, failure, listener)
             return
         self.add(norm)
 

@@ -220,10 +220,12 @@ class TorchFullyShardedDataParallel(DataParallelBase):
 
         Args:
             force_all_reduce: accepted for scripts written for Megatron; no rank has memory for whole gradients.
-        Raises: RankFailure naming the units whose gradients were NaN or Inf on this rank, before they were summed.
+        Raises: RankFailure naming the units whose gradients were NaN or Inf on this rank, before they were summed,
+            where nobody listens.
         """
         finite, self._finite = self._finite, []
-        not_finite(finite)
+        listener = self.ddp_config.on_bad_grads
+        not_finite(finite, [buffer.grad_data for buffer in self.grad_buffers], listener)
         for buffer in self.grad_buffers:
             collectives.all_reduce(
                 buffer.grad_data,
@@ -232,7 +234,7 @@ class TorchFullyShardedDataParallel(DataParallelBase):
                 purpose="gradients of optimizer instances",
             )
             if self._large is not None:
-                self._large.check(buffer.grad_data, buffer.params, 0, when="summed over ranks")
+                self._large.check(buffer.grad_data, buffer.params, 0, when="summed over ranks", listener=listener)
 
     def reduce_unit(self, name: str, output: Tensor, input: Tensor) -> None:
         """Scatter the sums (or means) of a unit's gradients; for torch to call."""

@@ -245,7 +245,7 @@ def _bad_weights(model: Sequence[nn.Module]) -> list[str]:
         f"{name}: {bad} of {param.numel()} values"
         for chunk in model
         for name, param in chunk.named_parameters()
-        if (bad := _count_bad(param))
+        if (bad := _count_bad(param.to_local() if hasattr(param, "to_local") else param))  # of a sharded one its part
     ]
 
 

@@ -87,7 +87,8 @@ class ResultChecks:
         if self.accept:
             return False
         if not self.found:
-            self._reject("gradients", kind, norm, None, f"{failure.what}, at iteration {self.iteration}")
+            told = RankFailure(f"{failure.what}, at iteration {self.iteration}", why=failure.why, fix=failure.fix)
+            self._reject("gradients", kind, norm, None, told)
         return True
 
     def losses(self) -> list[float]:
@@ -124,40 +125,44 @@ class ResultChecks:
             return
         keys = list(reports[0])
         for microbatch, column in (~torch.isfinite(sums)).nonzero().tolist():
-            value = sums[microbatch, column].item()
-            text = f"rank {self.rank}: {keys[column]} is {value} at iteration {self.iteration}"
-            self._reject(keys[column], "nan", value, microbatch, f"{text} (micro-batch {microbatch})")
+            key, value = keys[column], sums[microbatch, column].item()
+            failure = RankFailure(
+                f"rank {self.rank}: {key} is {value} at iteration {self.iteration} (micro-batch {microbatch})",
+                why="a forward pass gave NaN or Inf; no weight has been changed by this iteration",
+                fix="look at this batch (--iterations-to-skip leaves it out), or lower --lr",
+            )
+            self._reject(key, "nan", value, microbatch, failure)
 
     def _look_for_spikes(self, key: str, values: Sequence[float]) -> None:
         for microbatch, value in enumerate(values):
             if self.maximum.exceeded_by(value):
-                self._reject(
-                    key,
-                    "spike",
-                    value,
-                    microbatch,
+                failure = RankFailure(
                     f"rank {self.rank}: {key} is {value:.6g} at iteration {self.iteration} (micro-batch {microbatch}), "
                     f"more than {self.maximum.factor:g} times the largest before, {self.maximum.largest:.6g}",
+                    why="--check-for-spiky-loss takes it for a bad result; no weight has been changed by this step",
+                    fix="look at this batch (--iterations-to-skip leaves it out), or raise --spiky-loss-factor",
                 )
+                self._reject(key, "spike", value, microbatch, failure)
 
     def _inject(self, key: str, true: float) -> None:
         """`--error-injection-rate`: take the first micro-batch's loss for another, or the true one for a bad one."""
-        args = self.args
-        if self.iteration % args.error_injection_rate:
+        kind = self.args.error_injection_type
+        if self.iteration % self.args.error_injection_rate:
             return
-        value = injected_value(args.error_injection_type, self.phase, true)
+        value = injected_value(kind, self.phase, true)
         if value is not None:
-            text = f"rank {self.rank}: {key} is {value:.6g} at iteration {self.iteration} (micro-batch 0), by injection"
-            self._reject(key, "injected", value, 0, f"{text} of a {args.error_injection_type}")
-
-    def _reject(self, what: str, kind: str, value: float, microbatch: int | None, text: str) -> None:
-        if self.at_once:
-            raise RankFailure(
-                text,
-                why="a forward pass gave NaN or Inf; no weight has been changed by this iteration",
-                fix="look at this batch, or lower --lr",
+            failure = RankFailure(
+                f"rank {self.rank}: {key} is {value:.6g} at iteration {self.iteration} (micro-batch 0), by injection "
+                f"of a {kind}",
+                why="--error-injection-rate pretends it",
+                fix="leave the flag out",
             )
-        self.found.append(Rejection(self.rank, what, kind, value, microbatch, text, self.node, self.device))
+            self._reject(key, "injected", value, 0, failure)
+
+    def _reject(self, what: str, kind: str, value: float, microbatch: int | None, failure: RankFailure) -> None:
+        if self.at_once:
+            raise failure
+        self.found.append(Rejection(self.rank, what, kind, value, microbatch, failure.what, self.node, self.device))
 
 
 def device_name(device: torch.device) -> str:

@@ -136,6 +136,7 @@ LAYOUTS = [
     Layout(),
     Layout(dp=2),
     Layout(dp=2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+    Layout(dp=2, flags=("--use-torch-fsdp2",)),
     Layout(tp=2, sp=True),
     Layout(pp=2),
     Layout(cp=2),
