@@ -119,10 +119,15 @@ def _steps(args: Any, script: Any, runs: int, leave_out: bool) -> dict[str, Any]
             collect(model, args.num_layers, args.num_experts, groups)
         skipped.append(result.skipped)
         losses.append(result.losses)
-    state = {name: x.clone() for name, x in optimizer.state_dict()["tensors"].items()}  # type: ignore[union-attr]
+    state = {name: _own(x) for name, x in optimizer.state_dict()["tensors"].items()}  # type: ignore[union-attr]
     for chunk in model:
-        state |= {name: x.clone() for name, x in chunk.state_dict().items() if isinstance(x, torch.Tensor)}
+        state |= {name: _own(x) for name, x in chunk.state_dict().items() if isinstance(x, torch.Tensor)}
     return {"skipped": skipped, "losses": losses, "error": error, "state": state, "kept": kept}
+
+
+def _own(x: Any) -> torch.Tensor:
+    """A copy of this rank's part."""
+    return (x.to_local() if hasattr(x, "to_local") else x).clone()
 
 
 def _assert_same_state(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
