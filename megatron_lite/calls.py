@@ -115,8 +115,14 @@ class Call:
             self.handle = DONE  # the last call is remembered, its tensors are not
 
     def facts(self) -> dict[str, Any]:
-        """What may be told to another rank: plain values. `key` names the group alike on all its ranks."""
-        ranks = dist.get_process_group_ranks(self.group)
+        """What may be told to another rank: plain values. `key` names the group alike on all its ranks.
+
+        A group that has been destroyed since has no ranks any more.
+        """
+        try:
+            ranks = dist.get_process_group_ranks(self.group)
+        except KeyError:
+            ranks = []
         return {
             "kind": self.kind,
             "purpose": self.purpose,
@@ -124,7 +130,7 @@ class Call:
             "key": self.group.group_name,
             "ranks": ranks,
             "number": None if self.kind in _OF_TWO else self.number,
-            "peer": None if self.peer is None else ranks[self.peer],
+            "peer": None if self.peer is None or not ranks else ranks[self.peer],
         }
 
 

@@ -103,6 +103,18 @@ def test_calls_are_noted_while_they_last_and_sends_have_no_number(world):
     assert world(2).run(_notes_of_calls) == [([], [], 0, "send", 1, True), ([], [], 0, "receive", 0, True)]
 
 
+def _facts_of_a_destroyed_group():
+    side = dist.new_group([0, 1])
+    collectives.barrier(side, purpose="a save")
+    dist.destroy_process_group(side)
+    return calls.last_call().facts()["ranks"], calls.last_call().facts()["purpose"]
+
+
+def test_the_last_call_may_be_of_a_group_that_is_gone(world):
+    """The thread that answers for a hung rank died of it."""
+    assert world(2).run(_facts_of_a_destroyed_group) == [([], "a save")] * 2
+
+
 def _on_a_device():
     """Calls return before they are done. Rank 1 is stuck in something else; rank 0 has made one call more."""
     group, printed = collectives.world(), []
