@@ -202,7 +202,7 @@ def _check_verb(words: list[str], ranks: int) -> None:
         else:  # as many ranks as two copies of the model need
             parse_args(flags)
     elif unread:
-        assert verb in ("generate", "convert", "quickstart"), f"megatron-lite {verb} does not know {unread}"
+        assert verb in ("generate", "convert", "quickstart", "serve"), f"megatron-lite {verb} does not know {unread}"
         parse_args(unread)
 
 
