@@ -329,8 +329,11 @@ _OF_THE_RUN = {"config", "model_family", "typed", "rank", "world_size", "local_r
 
 
 def save_config(args: argparse.Namespace, path: str) -> None:
-    """Writes `config.yaml`: what was typed as settings, all else as comments. `--config` reads it to the same run."""
-    config_files.save(path, resolved_configuration(args), set(args.typed))
+    """Writes `config.yaml`: what was typed as settings, all else as comments. `--config` reads it to the same run.
+
+    `--force` is the wish of one start: in the file it would let every later change pass.
+    """
+    config_files.save(path, resolved_configuration(args), set(args.typed) - {"force"})
 
 
 # ------------------------------------------------------------------------------------------------------------- configs

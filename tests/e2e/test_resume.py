@@ -115,3 +115,24 @@ def test_a_finished_run_says_so(tmp_path):
     again = run(*flags).ok()
     assert "nothing left to train" in again.out and not again.lines
     assert time.time() - start < 60
+
+
+def test_resumes_with_changed_flags_are_told_refused_and_forced(tmp_path):
+    """Another layout and log are told; another seed and clipping are refused by name, before the first step; and
+    with --force they go on from where the run was."""
+    flags = [*TINY, "--train-iters", 6, "--save", tmp_path, "--load", tmp_path, "--save-interval", 3]
+    run(*flags, "--exit-interval", 3).ok()
+    other = ["--seed", 5, "--clip-grad", 0.5]
+    refused = run(*flags, *other)
+    assert refused.status == 1 and not refused.lines
+    assert "seed: 1234 there, 5 here (other samples, or in another order)" in refused.err
+    assert "clip_grad: 1.0 there, 0.5 here (weights are updated in another way)" in refused.err
+
+    told = run(*flags, "--micro-batch-size", 4, "--log-interval", 3, "--exit-interval", 5).ok()
+    assert "micro_batch_size: 2 there, 4 here" in told.out and "log_interval: 1 there, 3 here" in told.out
+    assert "NOTE" not in told.out.split("other arguments than")[1].split("checkpoint version")[0]
+
+    forced = run(*flags, *other, "--ckpt-step", 3, "--force", "seed", "clip-grad").ok()
+    assert "NOTE: other samples, or in another order" in forced.out
+    assert forced.values("iteration")[0] == 4 and forced.values("consumed samples")[0] == 32
+    assert "# force" in (tmp_path / "config.yaml").read_text(), "a later start asks again"
