@@ -243,6 +243,11 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
         lambda a: bool(a.load or a.pretrained_checkpoint),
         "--load FOLDER",
     ),
+    # -- faults
+    ("spiky_loss_*", lambda a: a.check_for_spiky_loss, "--check-for-spiky-loss"),
+    ("bad_loss_window", lambda a: a.on_bad_loss == "rollback", "--on-bad-loss rollback"),
+    ("bad_loss_limit", lambda a: a.on_bad_loss != "stop", "--on-bad-loss skip"),
+    ("error_injection_type", lambda a: a.error_injection_rate > 0, "--error-injection-rate N"),
     # -- evaluation and logs
     ("start_eval_at_iter", lambda a: bool(a.eval_interval), "--eval-interval N"),
     (

@@ -42,6 +42,7 @@ from megatron_lite.training.configs import (
     SchedulerConfig,
     ValidationConfig,
 )
+from megatron_lite.training.faults_config import FaultsConfig
 from megatron_lite.training.inference_config import InferenceConfig
 
 
@@ -73,7 +74,7 @@ LENGTH = Effect("length of the run; where it takes more epochs of the data, thes
 SCHEDULE = Effect("learning rate and weight decay, as --override-opt_param-scheduler or its opposite says")
 LAYOUT = Effect("the same training on other ranks or in other parts")
 SPEED = Effect("the same training at another speed")
-CHECKS = Effect("what is watched")
+CHECKS = Effect("what is watched, and what is done about it")
 STOPS = Effect("when the run stops and what it keeps")
 LOGGED = Effect("what is logged")
 EVALUATED = Effect("what is evaluated, and when")
@@ -171,9 +172,8 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
     ),
     (
         CHECKS,
-        "check_for_nan_in_loss_and_grad check_for_large_grads iterations_to_skip "
-        "check_weight_hash_across_dp_replicas_interval",
-        (),
+        "check_for_nan_in_loss_and_grad check_for_large_grads iterations_to_skip",
+        (FaultsConfig,),
     ),
     (
         STOPS,

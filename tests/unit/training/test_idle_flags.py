@@ -93,6 +93,10 @@ ON = {
     "use_persistent_ckpt_worker": {"async_save": True},
     "use_mp_args_from_checkpoint_args": {"use_checkpoint_args": True},
     "no_load_optim": {"pretrained_checkpoint": "x"},
+    "spiky_loss_*": {"check_for_spiky_loss": True},
+    "bad_loss_window": {"on_bad_loss": "rollback"},
+    "bad_loss_limit": {"on_bad_loss": "rollback"},
+    "error_injection_type": {"error_injection_rate": 1},
     "start_eval_at_iter": {"eval_interval": 3},
     "eval_interval": {"eval_iters": 0, "full_validation": True},
     "validation_set_names": {"multiple_validation_sets": True},
@@ -167,6 +171,7 @@ ALWAYS = """
     config_logger_dir record_memory_history dump_param_to_param_group_map log_memory_interval log_device_memory_used
     log_max_attention_logit log_energy save_params_interval save_activations_interval save_wgrads_interval
     save_dgrads_interval train_sync_interval use_torch_fsdp2 use_megatron_fsdp strict_fsdp_dtensor_load
+    rerun_mode check_for_spiky_loss on_bad_loss result_rejected_tracker_filename error_injection_rate
 """.split()
 FLAGS = {flag.dest: flag for config in CONFIGS for flag in flags_of(config)}
 # (the row's first name, the name of a flag), by the row that tells it first.
