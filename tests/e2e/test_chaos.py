@@ -1,7 +1,7 @@
 """A run under torchrun that everything happens to ends with the weights of the run that nothing happened to.
 
     torchrun --max-restarts (4 workers)    <- this test kills workers, sends SIGTERM, forbids large files
-      `- a worker's loss turns NaN once    <- faulty_gpt.py, at a step of this test's choosing
+      `- a worker's loss turns NaN once    <- faulty_gpt.py, at a step of this test's choosing: it is repeated in place
 
 MEGATRON_LITE_SEED chooses the moments.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import queue
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -122,10 +123,10 @@ def test_killed_told_to_leave_out_of_space_and_with_a_nan_the_run_ends_with_the_
     log = "".join(line for job in jobs for line in job.log)
     (tmp_path / "log").write_text(log)
     assert not waiting and (tmp_path / "nan").exists(), happened
-    assert len(jobs) == 3  # restarts after kills and the NaN are torchrun's own, those after SIGTERM are ours
+    assert len(jobs) == 3  # restarts after kills are torchrun's own, those after SIGTERM are ours
     assert log.count("exiting program after receiving SIGTERM.") == 2
     assert log.count("NOT saved; training goes on") >= 1
-    assert f"lm loss is nan at iteration {nan_at}" in log
+    assert re.search(rf"lm loss is nan at iteration {nan_at}\b", log) and "transient error" in log
     assert log.count("successfully loaded checkpoint") >= KILLS + 2
     calm, wild = checkpoint_tensors(tmp_path / "quiet"), checkpoint_tensors(save)
     assert calm.keys() == wild.keys() and len(calm) > 10
