@@ -41,6 +41,11 @@ def _writes_events(a: Namespace) -> bool:
     return bool(a.tensorboard_dir or a.wandb_project)
 
 
+def _serves(a: Namespace) -> bool:
+    """Whether this is no training: the verb says so, no flag."""
+    return bool(getattr(a, "serves", False))
+
+
 def _steps_by(name: str) -> Condition:
     """Whether the optimizer is so called, or is Muon's for what is no matrix."""
     return lambda a: a.optimizer == name or (a.optimizer == "muon" and a.muon_scalar_optimizer == name)
@@ -270,8 +275,13 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("profile_* use_pytorch_profiler pytorch_profiler_* nvtx_ranges record_shapes", lambda a: a.profile, "--profile"),
     ("memory_snapshot_path", lambda a: a.record_memory_history, "--record-memory-history"),
     (
+        "inference_dynamic_batching_* enable_chunked_prefill",
+        lambda a: not _serves(a) or a.inference_dynamic_batching,
+        "--inference-dynamic-batching",
+    ),
+    (
         "inference_* max_tokens_to_oom enable_chunked_prefill offset_sampling_seed_by_dp_rank",
-        lambda a: getattr(a, "serves", False),  # set by the verb alone
+        _serves,
         "megatron-lite serve",
     ),
 )

@@ -106,6 +106,7 @@ ON = {
     "wandb_exp_name": {"wandb_project": "x"},
     "straggler_*": {"log_straggler": True},
     "profile_ranks": {"profile": True},
+    "inference_dynamic_batching_*": {"serves": True, "inference_dynamic_batching": True},
     "inference_*": {"serves": True},
     "profile_*": {"profile": True},
     "memory_snapshot_path": {"record_memory_history": True},
@@ -125,6 +126,7 @@ OFF = {
     "null_tokenizer_pad_id": {"tokenizer_type": "ByteTokenizer"},
     "exit_signal_handler_for_dataloader": {"num_workers": 0},
     "eval_interval": {"eval_iters": 0},
+    "inference_dynamic_batching_*": {"serves": True},
 }
 # Flags that every run reads: it may still find nothing to do, as --rampup-batch-size in a run of one batch size.
 ALWAYS = """
