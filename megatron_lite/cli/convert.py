@@ -40,7 +40,7 @@ from megatron_lite.sharding import whole
 from megatron_lite.tokenizers import TokenizerConfig
 from megatron_lite.tokenizers.build_tokenizer import build_tokenizer, vocab_size_with_padding
 from megatron_lite.training import global_vars
-from megatron_lite.training.checkpoint_args import args_to_save
+from megatron_lite.training.checkpoint_args import args_to_save, is_fp8_history
 from megatron_lite.training.checkpoint_search import find_in
 from megatron_lite.training.entry import read_arguments
 from megatron_lite.training.families import FAMILIES as RUN_FAMILIES
@@ -231,7 +231,11 @@ def export_model(
     config = family.to_config(args, sizes)
     model = links(family.rows, args, sizes)
 
-    saved = {name: facts for name, facts in saved_tensors(source_folder).items() if not name.startswith("optimizer.")}
+    saved = {
+        name: facts
+        for name, facts in saved_tensors(source_folder).items()
+        if not name.startswith("optimizer.") and not is_fp8_history(name)
+    }
     lines = [
         *(f"{link.ours} is missing" for link in model if link.ours not in saved),
         *(f"nothing reads {name}" for name in sorted(saved.keys() - {link.ours for link in model})),

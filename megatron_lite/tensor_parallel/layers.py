@@ -24,27 +24,19 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite import collectives
 from megatron_lite.errors import ConfigError
-from megatron_lite.fusions.matmul import linear, times, times_transposed, transposed_times
-from megatron_lite.fusions.wgrad import WeightGradStore, accumulate_product, accumulate_rows, takes_main_grad
+from megatron_lite.fusions.wgrad import accumulate_rows, takes_main_grad
 from megatron_lite.initialization import Constant, InitMethod, set_init
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.sharding import split, whole
 from megatron_lite.tensor_parallel.mappings import (
     default_group,
     gather_from_tensor_model_parallel_region,
-    gathered_first,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron_lite.tensor_parallel.overlap import (
-    BULK,
-    Overlap,
-    RowInTurn,
-    dgrad_in_turn,
-    overlap_of,
-    product_in_turn,
-)
+from megatron_lite.tensor_parallel.overlap import RowInTurn, overlap_of
+from megatron_lite.tensor_parallel.product import linear_with_grad_accumulation_and_async_allreduce
 from megatron_lite.tensor_parallel.utils import VocabUtility, divide
 
 # -- what a parameter says about its place -----------------------------------------------------------------------
@@ -95,107 +87,6 @@ def _parameter(
     # `--no-initialization`: a checkpoint fills the model, drawing numbers would be for nothing.
     set_init(param, method if config.perform_initialization else Constant(0.0), name, shard)
     return param
-
-
-# -- the product -------------------------------------------------------------------------------------------------
-
-
-class _ParallelLinear(torch.autograd.Function):
-    """Y = X W^T + b, with X gathered along the sequence first if asked; backward overlaps the input gradient's
-    collective with the weight gradient, which may go straight into `main_grad`."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, reduce_grad, fuse_wgrad, store, overlap, out_dtype):
-        ctx.save_for_backward(x, weight)
-        ctx.store, ctx.overlap = store, overlap
-        ctx.group, ctx.sequence_parallel, ctx.reduce_grad = group, sequence_parallel, reduce_grad
-        ctx.fuse_wgrad, ctx.has_bias = fuse_wgrad, bias is not None
-        if sequence_parallel and overlap.gather and out_dtype is None:
-            return product_in_turn(x, weight, bias, group)
-        total = gathered_first(x, group, "column forward") if sequence_parallel else x
-        return times_transposed(total, weight, bias, out_dtype)
-
-    @staticmethod
-    def backward(ctx, g):
-        x, weight = ctx.saved_tensors
-        g = g.to(x.dtype)
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        overlap: Overlap = ctx.overlap
-        total = x
-        handle: collectives.Handle = collectives.DONE
-        if ctx.sequence_parallel and needs_weight:  # not kept in forward: gathered again while dX is computed
-            total = torch.empty(x.shape[0] * ctx.group.size(), *x.shape[1:], dtype=x.dtype, device=x.device)
-            handle = collectives.all_gather(total, x.contiguous(), ctx.group, purpose="column re-gather", async_op=True)
-            if not overlap.bulk_dgrad:
-                handle.wait()
-        in_turn = needs_x and ctx.sequence_parallel and overlap.reduce_dgrad
-        dx: Any = None
-        if in_turn:
-            dx = dgrad_in_turn(g, weight, ctx.group)
-        elif needs_x:
-            dx = times(g, weight)
-        handle.wait()
-        handle = collectives.DONE
-        if needs_x and ctx.sequence_parallel and not in_turn:
-            full, dx = dx, torch.empty_like(x, memory_format=torch.contiguous_format)
-            handle = collectives.reduce_scatter(dx, full, ctx.group, purpose="column backward", async_op=True)
-        elif needs_x and ctx.reduce_grad:
-            handle = collectives.all_reduce(dx, ctx.group, purpose="column backward", async_op=True)
-        if not overlap.bulk_wgrad:
-            handle.wait()
-        rows = g.reshape(-1, g.shape[-1])
-        dw = None
-        if needs_weight:
-            inputs = total.reshape(-1, total.shape[-1])
-            if ctx.fuse_wgrad and takes_main_grad(weight):
-                (accumulate_product if ctx.store is None else ctx.store.put)(weight, rows, inputs)
-            else:
-                dw = transposed_times(rows, inputs)
-        db = rows.sum(0) if ctx.has_bias and needs_bias else None
-        handle.wait()
-        return dx, dw, db, None, None, None, None, None, None, None
-
-
-def linear_with_grad_accumulation_and_async_allreduce(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gradient_accumulation_fusion: bool,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    tp_group: ProcessGroup | None = None,
-    overlap: Overlap = BULK,
-    *,
-    weight_grad_store: WeightGradStore | None = None,
-    output_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """X W^T + b on this rank's W.
-
-    Args:
-        input: `[s, b, in]`, or `[s/t, b, in]` with `sequence_parallel`.
-        gradient_accumulation_fusion: add the weight gradient into `weight.main_grad` where there is one.
-        allreduce_dgrad: sum the input gradient over the group (input equal on all ranks).
-        sequence_parallel: gather the input along s; backward reduce-scatters its gradient.
-        overlap: how far this hides behind the products.
-        weight_grad_store: takes the weight gradient's product, to be computed later; with fusion only.
-        output_dtype: of the product; None: the input's.
-    """
-    group = default_group(tp_group)
-    alone = collectives.group_size(group) == 1
-    if alone and not gradient_accumulation_fusion and output_dtype is None:
-        return linear(input, weight, bias)
-    return _ParallelLinear.apply(
-        input,
-        weight,
-        bias,
-        group,
-        sequence_parallel and not alone,
-        allreduce_dgrad,
-        gradient_accumulation_fusion,
-        weight_grad_store,
-        overlap,
-        output_dtype,
-    )
 
 
 class ColumnParallelLinear(nn.Module):
@@ -259,6 +150,7 @@ class ColumnParallelLinear(nn.Module):
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.overlap = overlap_of(config)
         self.defers_weight_grads = False
+        self.fp8: nn.Module | None = None  # see tensor_parallel/fp8
         self.output_dtype: torch.dtype | None = None  # of logits that are wider than the model, or narrower
 
         self.weight: nn.Parameter | None = None
@@ -292,6 +184,7 @@ class ColumnParallelLinear(nn.Module):
                 self.config.embedding_grad_store if self.defers_weight_grads else self.config.weight_grad_store
             ),
             output_dtype=self.output_dtype,
+            fp8=self.fp8,
         )
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)
@@ -342,6 +235,7 @@ class RowParallelLinear(nn.Module):
             )
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.overlap = overlap_of(config)
+        self.fp8: nn.Module | None = None
 
         shape = (output_size, self.input_size_per_partition)
         self.weight = _parameter(shape, "weight", init_method, config, self.tp_group, 1, stride)
@@ -361,7 +255,7 @@ class RowParallelLinear(nn.Module):
         x = input_ if self.input_is_parallel else scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         alone = self.is_expert or collectives.group_size(self.tp_group) == 1
         bias = None if self.skip_bias_add else self.bias
-        if self.sequence_parallel and self.overlap.reduce:
+        if self.sequence_parallel and self.overlap.reduce and self.fp8 is None:
             store = self.config.weight_grad_store
             y = RowInTurn.apply(x, self.weight, self.tp_group, self.gradient_accumulation_fusion, store, self.overlap)
             y = y if bias is None else y + bias
@@ -375,6 +269,7 @@ class RowParallelLinear(nn.Module):
             False,
             self.tp_group,
             weight_grad_store=self.config.weight_grad_store,
+            fp8=self.fp8,
         )
         if not alone:
             if self.sequence_parallel:
@@ -409,6 +304,7 @@ class DuplicatedLinear(nn.Module):
         self.config, self.input_size, self.output_size = config, input_size, output_size
         self.skip_bias_add, self.tp_group = skip_bias_add, default_group(tp_group)
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        self.fp8: nn.Module | None = None
         self.weight = _parameter((output_size, input_size), "weight", init_method, config, None, None)
         self.register_parameter("bias", None)
         if bias:
@@ -427,6 +323,7 @@ class DuplicatedLinear(nn.Module):
             False,
             self.tp_group,
             weight_grad_store=self.config.weight_grad_store,
+            fp8=self.fp8,
         )
         return y, self.bias if self.skip_bias_add else None
 

@@ -231,3 +231,13 @@ def grows_into_retro(args: Namespace, saved: dict[str, Any]) -> bool:
 def is_retros_own(name: str) -> bool:
     """Whether a tensor is of the parts that a Retro has and a GPT has not."""
     return ".cross_attention." in name or ".pre_cross_attn_layernorm." in name
+
+
+def has_fp8_history(args: dict[str, Any]) -> bool:
+    """Whether a run with these arguments keeps the largest numbers of past steps."""
+    return args.get("fp8_format") is not None and args.get("fp8_recipe") == "delayed"
+
+
+def is_fp8_history(name: str) -> bool:
+    """Whether a tensor is such a history: no weight, of no use to other recipes, and as long as the run wants it."""
+    return name.endswith(".fp8.amax_history")

@@ -50,7 +50,9 @@ from megatron_lite.sharding import ShardSpec, whole
 from megatron_lite.training.checkpoint_args import (
     args_to_save,
     grows_into_retro,
+    has_fp8_history,
     has_vocabulary_of,
+    is_fp8_history,
     is_retros_own,
     take_args,
 )
@@ -286,7 +288,7 @@ def load_checkpoint(
         tensors.append(optimizer_tensors(optimizer))
 
     def expected(name: str) -> bool:
-        return with_optimizer or not name.startswith(_OPTIMIZER)
+        return (with_optimizer or not name.startswith(_OPTIMIZER)) and not is_fp8_history(name)
 
     same_vocabulary = has_vocabulary_of(args, saved_args)
     if same_vocabulary and args.padded_vocab_size != saved_args.get("padded_vocab_size"):
@@ -297,7 +299,8 @@ def load_checkpoint(
         )
 
     def padded(name: str) -> bool:
-        return same_vocabulary and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+        of_words = name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+        return (same_vocabulary and of_words) or is_fp8_history(name)
 
     main_params = optimizer is not None and args.load_main_params_from_ckpt and not with_optimizer
     if main_params:
@@ -317,6 +320,9 @@ def load_checkpoint(
         fresh = sorted(name for name in wanted if is_retros_own(name))
         wanted = {name: part for name, part in wanted.items() if name not in fresh}
         print_rank_0(f"not in a GPT's checkpoint, and starts afresh: {', '.join(fresh)}")
+    if has_fp8_history(vars(args)) and not has_fp8_history(saved_args):
+        wanted = {name: part for name, part in wanted.items() if not is_fp8_history(name)}
+        print_rank_0("not in the checkpoint, and starts afresh: the histories of --fp8-recipe delayed")
     missing, unexpected = read_tensors(folder, wanted, group, expected=expected, padded=padded, how=how)
     if missing and (say_missing or not strict):
         print_rank_0(f"tensors that only the run has, and keeps as they were: {', '.join(missing)}")

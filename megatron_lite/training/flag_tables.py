@@ -20,7 +20,6 @@ from megatron_lite.config import KINDS, Flag, destination
 
 # key -> (what has not landed, what to do now)
 CAPABILITIES = {
-    "fp8": ("FP8", "--bf16"),
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
     "planning": ("the run without its ranks", "run it smaller"),
     "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
@@ -33,6 +32,7 @@ NOTICES = {
     "--moe-shared-expert-overlap hides a part of it",
     "notice:eager": "steps run without CUDA graphs",
     "notice:flex": "the dispatcher whose kernels it chooses needs a vendor's library",
+    "notice:fp8 storage": "weights are kept and gathered in the model's own format, and cast where they are used",
     "notice:fsdp memory": "torch keeps the memory of what travels",
     "notice:fsdp outer": "each copy of the weights has its whole optimizer state, shared out over its ranks",
     "notice:fsdp units": "layers are gathered whole",

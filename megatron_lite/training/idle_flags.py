@@ -95,6 +95,13 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
         "documents)",
     ),
     ("mup_*", lambda a: a.use_mup, "--use-mup"),
+    (
+        "fp8_amax_* fp8_margin",
+        lambda a: a.fp8_format is not None and a.fp8_recipe == "delayed",
+        "--fp8-format X with --fp8-recipe delayed",
+    ),
+    ("fp8_recipe fp8_wgrad first_last_layers_bf16", lambda a: a.fp8_format is not None, "--fp8-format e4m3 or hybrid"),
+    ("num_layers_at_*_in_bf16", lambda a: a.first_last_layers_bf16, "--first-last-layers-bf16"),
     # -- experts
     (
         "moe_aux_loss_coeff",

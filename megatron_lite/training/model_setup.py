@@ -88,6 +88,12 @@ def get_model(
             placed = getattr(modules[0], "stage_layout", None) or layout_of(config)  # a model of two stacks has its own
             say(f" > pipeline stage {pp} holds {placed.describe(pp)}")
     print_rank_0(f"> {describe(args.params_dtype, args.device.type)}")
+    if args.fp8_format is not None:
+        print_rank_0(
+            f"> --fp8-format {args.fp8_format}, {args.fp8_recipe} scaling: casts are simulated. Linear layers multiply "
+            f"{str(args.params_dtype).removeprefix('torch.')} numbers that were rounded to FP8: its numbers, not its "
+            "speed or memory"
+        )
     for number, module in enumerate(modules):
         module._apply(lambda t: t if t.is_meta else t.to(args.device))
         if args.fp16 or args.bf16:

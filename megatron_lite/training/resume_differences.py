@@ -134,7 +134,9 @@ EFFECTS: tuple[tuple[Effect, str, tuple[type, ...]], ...] = (
         "fp16 bf16 fp32_residual_connection fp16_lm_cross_entropy attention_softmax_in_fp32 grad_reduce_in_bf16 "
         "accumulate_allreduce_grads_in_fp32 main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype "
         "muon_fp32_matmul_prec output_logit_dtype disable_bf16_reduced_precision_matmul "
-        "megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype",
+        "megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype "
+        "fp8_format fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp8_margin fp8_wgrad first_last_layers_bf16 "
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
         (),
     ),
     (LENGTH, "train_iters train_samples phase_transition_iterations", ()),

@@ -248,14 +248,18 @@ def _training(given: Namespace, small: Namespace, steps: int) -> list[str]:
         small.loss_scale = 1024.0
     if small.ddp_num_buckets is None:
         small.ddp_bucket_size = 10_000  # several buckets, as in the real run
-    return [f"{steps} steps, learning rate 1e-3, epsilon of Adam {EPSILON:g}, no dropout"]
+    changes = [f"{steps} steps, learning rate 1e-3, epsilon of Adam {EPSILON:g}, no dropout"]
+    if small.fp8_format is not None:  # a difference in the last bit becomes one of a sixteenth
+        small.fp8_format, small.first_last_layers_bf16 = None, False
+        changes.append("no casts to FP8, under which no two orders of a sum are alike")
+    return changes
 
 
 def without_precision(args: Namespace) -> Namespace:
     """The same run in fp32."""
     plain = deepcopy(args)
     plain.fp16 = plain.bf16 = plain.grad_reduce_in_bf16 = plain.fp16_lm_cross_entropy = False
-    plain.fp32_residual_connection = False
+    plain.fp32_residual_connection, plain.output_logit_dtype = False, None
     plain.loss_scale = None
     return plain
 

@@ -28,6 +28,7 @@ from megatron_lite.context_parallel.partition import join_sequence, one_document
 from megatron_lite.errors import ConfigError
 from megatron_lite.packed_seq_params import PackedSeqParams
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.tensor_parallel.fp8 import cast_products
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -222,6 +223,8 @@ class MultiTokenPredictionBlock(MegatronModule):
             build_module(layer, config=config, layer_number=i + 1, vp_stage=vp_stage, pg_collection=self.pg_collection)
             for i, layer in enumerate(submodules.layer_specs)
         )
+        recipes = [config.fp8_recipe_of(config.num_layers)] * len(self.layers)  # as the last layer of the main stack
+        self.fp8_scaling = cast_products(list(self.layers), recipes, self.pg_collection)
 
     def forward(
         self,

@@ -25,6 +25,7 @@ from megatron_lite.config_logger import log_config_to_disk
 from megatron_lite.errors import ConfigError
 from megatron_lite.pipeline_parallel.stage_layout import StageLayout, stage_layout
 from megatron_lite.process_groups_config import ProcessGroupCollection
+from megatron_lite.tensor_parallel.fp8 import cast_products
 from megatron_lite.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from megatron_lite.transformer.inference_context import InferenceContext
 from megatron_lite.transformer.module import MegatronModule
@@ -137,6 +138,8 @@ class TransformerBlock(MegatronModule):
             )
             for i, layer in enumerate(submodules.layer_specs)
         )
+        recipes = [config.fp8_recipe_of(self.first_layer + i + 1) for i in range(len(self.layers))]
+        self.fp8_scaling = cast_products(list(self.layers), recipes, self.pg_collection)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm: nn.Module | None = None
         ends = post_process

@@ -16,6 +16,7 @@ from megatron_lite.context_parallel.comm_types import problems_of_exchanges
 from megatron_lite.errors import ConfigError
 from megatron_lite.model_parallel_config import ModelParallelConfig
 from megatron_lite.transformer.enums import AttnBackend
+from megatron_lite.transformer.fp8 import Fp8Config, fp8_problems
 from megatron_lite.transformer.mla_config import ROPE_TYPES, mla_problems
 from megatron_lite.transformer.moe.moe_config import MoEConfig
 from megatron_lite.transformer.moe.moe_rules import moe_problems
@@ -41,7 +42,7 @@ RECOMPUTE_MODULES = (
 
 
 @dataclass(kw_only=True)
-class TransformerConfig(RotaryConfig, MupConfig, MoEConfig, ModelParallelConfig):
+class TransformerConfig(RotaryConfig, MupConfig, Fp8Config, MoEConfig, ModelParallelConfig):
     """Depth, widths, normalisation, activation, attention, experts, dropout, initial values, recompute."""
 
     # -- shape
@@ -320,6 +321,7 @@ class TransformerConfig(RotaryConfig, MupConfig, MoEConfig, ModelParallelConfig)
             )
         yield from rotary_problems(self)
         yield from mup_problems(self)
+        yield from fp8_problems(self)
         yield from moe_problems(self)
         yield from self._problems_of_recompute()
         yield from problems_of_exchanges(self)

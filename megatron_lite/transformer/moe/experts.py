@@ -120,6 +120,8 @@ class GroupedMLP(Experts):
 
     def _linear(self, layers: list[Any], x: Tensor, counts: list[int]) -> Tensor:
         """A layer of every expert: with the bias, unless the layer leaves it to its caller."""
+        if layers[0].fp8 is not None:  # each expert has scales of its own
+            return torch.cat([layer(part)[0] for layer, part in zip(layers, x.split(counts))])
         added = layers[0].bias is not None and not layers[0].skip_bias_add
         return grouped_linear(
             x,

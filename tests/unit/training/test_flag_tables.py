@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[3]
 
 # What is refused because it comes later: capability -> number of flags. The list only gets shorter.
 PENDING = {
-    "fp8": 12,
     "planning": 1,
 }
 

@@ -31,6 +31,9 @@ ON = {
     "attention_softmax_in_fp32": {"bf16": True},
     "lm_head_bias": {},
     "reset_position_ids": {},
+    "fp8_amax_*": {"fp8_format": "hybrid"},
+    "fp8_recipe": {"fp8_format": "hybrid"},
+    "num_layers_at_*_in_bf16": {"first_last_layers_bf16": True},
     "mup_*": {"use_mup": True},
     "moe_aux_loss_coeff": {**EXPERTS, "moe_router_load_balancing_type": "aux_loss"},
     "moe_router_bias_update_rate": {**EXPERTS, "moe_router_enable_expert_bias": True},
@@ -165,7 +168,7 @@ ALWAYS = """
     gradient_reduce_div_fusion use_nccl_ub save load ckpt_step pretrained_checkpoint exit_on_missing_checkpoint
     use_checkpoint_args ckpt_format ckpt_convert_format non_persistent_ckpt_type tokenizer_type vocab_size
     padded_vocab_size make_vocab_size_divisible_by pad_vocab_size vocab_extra_ids retro_project_dir
-    retro_add_retriever retro_cyclic_train_iters use_mup mlp_chunks_for_training output_logit_dtype freeze_all_layers
+    retro_add_retriever retro_cyclic_train_iters use_mup fp8_format mlp_chunks_for_training output_logit_dtype freeze_all_layers
     hang_report heartbeat_file log_straggler exit_signal_handler_for_training flight_recorder_dump_path
     flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace
     flight_recorder_include_only_active flight_recorder_extra_dump_on_exec

@@ -132,6 +132,12 @@ BROKEN = [
         ["--overlap-moe-expert-parallel-comm with --expert-model-parallel-size"],
     ),
     ("--moe-router-padding-for-quantization", "", ["--moe-token-dispatcher-type allgather"]),
+    # fp8
+    ("--fp8-format hybrid --fp8-recipe custom", "", ["--fp8-recipe custom"]),
+    ("--fp8-format hybrid --first-last-layers-bf16", "", ["--first-last-layers-bf16 with --fp8-recipe delayed"]),
+    ("--fp8-param-gather --use-distributed-optimizer", "", ["--fp8-param-gather without --fp8-format"]),
+    ("--fp8-param-gather --fp8-format hybrid", "", ["--fp8-param-gather without --use-distributed-optimizer"]),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "", ["without --fp8-param-gather and --fp8-recipe mxfp8"]),
     # length and schedule
     ("", "--train-iters", ["neither --train-iters nor --train-samples"]),
     ("--train-samples 10", "", ["--train-iters 10 and --train-samples 10"]),

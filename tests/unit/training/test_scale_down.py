@@ -40,6 +40,13 @@ def test_fewer_processes_cost_tensor_parallel_ranks_first_and_then_there_is_one_
     assert "--max-processes 4" in str(e.value)
 
 
+def test_layouts_are_compared_without_casts_to_fp8_and_that_is_said():
+    """A difference in the last bit becomes one of a sixteenth, and every layout would seem wrong."""
+    small, changes = small_of("--fp8-format", "hybrid", "--fp8-recipe", "mxfp8", "--first-last-layers-bf16")
+    validate_args(small, small.world_size)
+    assert small.fp8_format is None and any("no casts to FP8" in line for line in changes)
+
+
 def test_a_shape_that_could_not_start_is_not_made_legal_by_scaling():
     with pytest.raises(ConfigError, match="--num-attention-heads 64 with --tensor-model-parallel-size 6"):
         small_of("--tensor-model-parallel-size", "6")
