@@ -320,7 +320,7 @@ def load_checkpoint(
         fresh = sorted(name for name in wanted if is_retros_own(name))
         wanted = {name: part for name, part in wanted.items() if name not in fresh}
         print_rank_0(f"not in a GPT's checkpoint, and starts afresh: {', '.join(fresh)}")
-    if has_fp8_history(vars(args)) and not has_fp8_history(saved_args):
+    if has_fp8_history(vars(args)) and (megatrons or not has_fp8_history(saved_args)):
         wanted = {name: part for name, part in wanted.items() if not is_fp8_history(name)}
         print_rank_0("not in the checkpoint, and starts afresh: the histories of --fp8-recipe delayed")
     missing, unexpected = read_tensors(folder, wanted, group, expected=expected, padded=padded, how=how)

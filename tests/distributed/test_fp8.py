@@ -147,10 +147,10 @@ def test_fp8_can_be_taken_up_and_given_up_at_a_resume_and_histories_grow(world, 
     longer = Layout(model="llama", flags=(*FP8["delayed"], "--fp8-amax-history-len", "5"))
     folders: list[Path] = [tmp_path / name for name in "ab"]
     losses_of(world(1).run(resumed, plain, folder_words(save=folders[0]), 3, 3))
-    taken = world(1).run(resumed, delayed, folder_words(save=folders[1], load=folders[0]), 2, 5)
+    taken = world(1).run(resumed, delayed, [*folder_words(save=folders[1], load=folders[0]), "--force"], 2, 5)
     assert "starts afresh: the histories" in taken[0].said and "casts are simulated" in taken[0].said
-    given_up = losses_of(world(1).run(resumed, plain, folder_words(load=folders[1]), 1))
-    grown = losses_of(world(1).run(resumed, longer, folder_words(load=folders[1]), 1))
+    given_up = losses_of(world(1).run(resumed, plain, [*folder_words(load=folders[1]), "--force"], 1))
+    grown = losses_of(world(1).run(resumed, longer, [*folder_words(load=folders[1]), "--force"], 1))
     assert given_up[0] != grown[0] and given_up[0] == pytest.approx(grown[0], rel=0.02)
     export_model(folders[1], tmp_path / "hf")  # histories are no weights, and are left
     assert (tmp_path / "hf" / "config.json").is_file()

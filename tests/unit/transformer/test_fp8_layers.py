@@ -88,7 +88,7 @@ def test_casts_change_numbers_a_little_and_not_at_all_when_recomputed(recipe: st
     assert all(torch.equal(a, b) for a, b in zip(cast, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(cast, plain, strict=True))
     whole, other = (torch.cat([grad.flatten() for grad in found[1:]]) for found in (plain, cast))
-    # A cast is off by 1/40 in the mean, and 32 of them lie between a first weight and its gradient: 1/40 sqrt(32) = 0.14.
+    # A cast is off by 1/40 in the mean, and a first weight's gradient sees 32 of them: 1/40 sqrt(32) = 0.14.
     assert 0.05 < ((whole - other).norm() / whole.norm()).item() < 0.2
     assert abs(plain[0] - cast[0]) < 0.03 * plain[0]
 
