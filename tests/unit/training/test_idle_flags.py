@@ -168,7 +168,8 @@ ALWAYS = """
     gradient_reduce_div_fusion use_nccl_ub save load ckpt_step pretrained_checkpoint exit_on_missing_checkpoint
     use_checkpoint_args ckpt_format ckpt_convert_format non_persistent_ckpt_type tokenizer_type vocab_size
     padded_vocab_size make_vocab_size_divisible_by pad_vocab_size vocab_extra_ids retro_project_dir
-    retro_add_retriever retro_cyclic_train_iters use_mup fp8_format mlp_chunks_for_training output_logit_dtype freeze_all_layers
+    retro_add_retriever retro_cyclic_train_iters use_mup mlp_chunks_for_training output_logit_dtype freeze_all_layers
+    fp8_format
     hang_report heartbeat_file log_straggler exit_signal_handler_for_training flight_recorder_dump_path
     flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace
     flight_recorder_include_only_active flight_recorder_extra_dump_on_exec
