@@ -91,6 +91,18 @@ class LayerCasts(nn.Module):
             self._has_history = bool(self.amax_history.any())  # type: ignore[union-attr]
         return self._has_history
 
+    def snapshot(self) -> tuple[Tensor, Tensor, bool | None]:
+        """What a step changes, for `restore`."""
+        assert self.amax_history is not None and self.amax is not None
+        return self.amax_history.clone(), self.amax.clone(), self._has_history
+
+    def restore(self, before: tuple[Tensor, Tensor, bool | None]) -> None:
+        """As it was at `snapshot`: the step will be repeated."""
+        assert self.amax_history is not None and self.amax is not None
+        self.amax_history.copy_(before[0])
+        self.amax.copy_(before[1])
+        self._has_history = before[2]
+
     def end_step(self, amax: Tensor) -> None:
         """A new entry of the history: `[3]`, the largest of a step over all ranks."""
         assert self.amax_history is not None and self.amax is not None
@@ -105,6 +117,15 @@ class DelayedScaling(nn.Module):
     def __init__(self, casts: Sequence[LayerCasts]):
         super().__init__()
         self._casts = list(casts)  # a list: they are modules of their layers already
+
+    def snapshot(self) -> Any:
+        """What a step changes, for `restore`."""
+        return [each.snapshot() for each in self._casts]
+
+    def restore(self, before: Any) -> None:
+        """As it was at `snapshot`: the step will be repeated."""
+        for each, state in zip(self._casts, before):
+            each.restore(state)
 
     @torch.no_grad()
     def after_grad_sync(self, pg_collection: ProcessGroupCollection) -> None:

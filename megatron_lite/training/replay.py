@@ -118,6 +118,7 @@ class Replay:
         self._routers = routers_of(model)
         counting = [module for chunk in model for module in chunk.modules_after_grad_sync]  # type: ignore[union-attr]
         self._buffers = [buffer for module in counting for buffer in module.buffers(recurse=False)]
+        self._others: list[Any] = [module for module in counting if hasattr(module, "snapshot")]  # FP8's histories
 
     def begin(self) -> None:
         """The next step starts here."""
@@ -125,6 +126,7 @@ class Replay:
         self._rng = RngSnapshot()
         self._scale = None if self._scaler is None else self._scaler.state_dict()
         self._counts = [buffer.clone() for buffer in self._buffers]
+        self._states = [module.snapshot() for module in self._others]
 
     def forget(self) -> None:
         """The step is over: what is read next is new."""
@@ -141,6 +143,8 @@ class Replay:
             self._scaler.load_state_dict(self._scale)
         for buffer, before in zip(self._buffers, self._counts):
             buffer.copy_(before)
+        for module, state in zip(self._others, self._states):
+            module.restore(state)
         for router in self._routers:
             router.reset_statistics()
 

@@ -182,7 +182,7 @@ def problems(rows: list[Row]) -> dict[str, str]:
 
 def test_a_flag_that_has_not_landed_stops_the_run_and_says_so() -> None:
     rows = [row for row in pending() if row.key in CAPABILITIES]
-    found = problems(rows)
+    found = problems([*rows, *refused()[:2]])  # of one problem alone there is no list
     for row in rows:
         what, alternative = CAPABILITIES[row.key]
         text = found[another_value(row)[0]]

@@ -155,3 +155,27 @@ def test_layers_alone_know_no_casts() -> None:
     for kind in (ColumnParallelLinear, RowParallelLinear):
         more = {"input_is_parallel": True, "skip_bias_add": False} if kind is RowParallelLinear else {}
         assert kind(8, 8, config=config, init_method=config.init_method, bias=False, **more).fp8 is None
+
+
+def test_a_step_that_is_repeated_finds_the_history_that_it_found_before() -> None:
+    """Also the first one, which finds none: its scales are those of its own tensors both times."""
+    model = gpt(fp8="hybrid", num_layers=1)
+    ends = model.decoder.fp8_scaling
+    assert isinstance(ends, DelayedScaling)
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        found = loss_and_grads(model)
+        ends.after_grad_sync(model.pg_collection)
+        return found
+
+    for _ in range(2):
+        before = ends.snapshot()
+        first = step()
+        ends.restore(before)
+        assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.3)
+    one, other = step(), step()
+    assert not torch.equal(one[0], other[0])  # the second finds another history
