@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from megatron_lite.training.fully_sharded import is_full
 from megatron_lite.training.rule import Rule, flag_of, positive
 
 
@@ -31,12 +30,6 @@ FAULTS: tuple[Rule, ...] = (
     ),
     positive("bad_loss_limit", 0),
     positive("error_injection_rate", 0),
-    Rule(
-        lambda a: a.check_weight_hash_across_dp_replicas_interval is not None and is_full(a),
-        "--check-weight-hash-across-dp-replicas-interval with fully sharded parameters",
-        "no rank has a copy of what another one has",
-        "leave it out",
-    ),
     Rule(
         lambda a: a.spiky_loss_factor <= 1.0,
         "--spiky-loss-factor {spiky_loss_factor}",

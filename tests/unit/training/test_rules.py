@@ -93,7 +93,6 @@ BROKEN = [
     ),
     # faulty results
     ("--check-for-spiky-loss --spiky-loss-factor 1", "", ["--spiky-loss-factor 1.0"]),
-    ("--check-weight-hash-across-dp-replicas-interval 5 --use-torch-fsdp2", "", ["no rank has a copy"]),
     ("--spiky-loss-factor 2", "", ["--spiky-loss-factor without --check-for-spiky-loss"]),
     ("--spiky-loss-window 5", "", ["--spiky-loss-window without --check-for-spiky-loss"]),
     ("--on-bad-loss rollback", "", ["--on-bad-loss rollback without --save"]),
