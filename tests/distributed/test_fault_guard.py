@@ -144,6 +144,7 @@ LAYOUTS = [
     Layout(dp=2, flags=("--use-torch-fsdp2",)),
     Layout(tp=2, sp=True),
     Layout(pp=2),
+    Layout(pp=2, vpp=2, flags=("--num-layers", "4")),
     Layout(cp=2),
     Layout(model="deepseek", dp=2, ep=2),  # its routers' bias moves inside the step
 ]
