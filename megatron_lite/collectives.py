@@ -15,7 +15,6 @@ order of ranks whoever adds: a reduce-scatter gives bit for bit a part of the al
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite import calls
 from megatron_lite.calls import DONE, NAMES, Call, Handle, Pending, noted
-from megatron_lite.errors import ConfigError
 
 Op = Literal["sum", "avg", "max", "min"]
 Key = tuple[str, str, str]  # group, kind, purpose
@@ -118,39 +116,6 @@ def _count(group: ProcessGroup, kind: str, purpose: str, x: Tensor) -> None:
 
 def _alone(group: ProcessGroup | None) -> bool:
     return group is None or group.size() == 1
-
-
-@contextmanager
-def user_buffers(group: ProcessGroup | None, device: torch.device, *, symmetric: bool) -> Iterator[None]:
-    """What is allocated inside lies in memory registered with NCCL, which then sends it without copies of its own.
-
-    Args:
-        symmetric: registered on all ranks at once (newer NCCL has faster kernels for it), not each rank for itself.
-    Raises: ConfigError where the group's backend is not NCCL.
-    """
-    backend = None if _alone(group) else dist.get_backend(group)
-    if backend != "nccl" or device.type != "cuda":
-        raise ConfigError(
-            f"--use-nccl-ub on {device.type} with {backend or 'one rank'}",
-            why="user buffers are memory that NCCL registers with its network and NVLink",
-            fix="leave --use-nccl-ub out, or train on several GPUs",
-        )
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments:True" in settings:
-        raise ConfigError(
-            "--use-nccl-ub with expandable segments (PYTORCH_CUDA_ALLOC_CONF)",
-            why="registered memory must stay where it is",
-            fix="expandable_segments:False, or leave --use-nccl-ub out",
-        )
-    nccl: Any = group._get_backend(device)  # type: ignore[union-attr]
-    pool = torch.cuda.MemPool(nccl.mem_allocator)
-    with torch.cuda.use_mem_pool(pool):
-        yield
-    nccl.register_mem_pool(pool, symm=symmetric)
-    _POOLS.append(pool)
-
-
-_POOLS: list[Any] = []  # registered memory lives as long as the run
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------

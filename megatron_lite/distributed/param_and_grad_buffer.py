@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_lite import collectives
 from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.distributed.buffer_layout import BufferLayout, ParamSpec, Range, plan_buffer, shard_of_bucket
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_lite.errors import ConfigError
+from megatron_lite.user_buffers import user_buffers
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class ParamAndGradBuffer:
 
     def _allocate(self, device: torch.device) -> None:
         memory = (
-            collectives.user_buffers(self.group, device, symmetric=not self.ddp_config.disable_symmetric_registration)
+            user_buffers(self.group, device, symmetric=not self.ddp_config.disable_symmetric_registration)
             if self.ddp_config.nccl_ub
             else nullcontext()
         )

@@ -298,7 +298,7 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
 IDLE_ON_DEVICE: tuple[tuple[str, Callable[[str, str], bool], str], ...] = (
     ("empty_unused_memory_level train_sync_interval", lambda device, backend: device == "cuda", "CUDA"),
     (
-        "nccl_communicator_config_path high_priority_stream_groups use_nccl_ub flight_recorder_*",
+        "nccl_communicator_config_path high_priority_stream_groups flight_recorder_*",
         lambda device, backend: backend == "nccl",
         "NCCL",
     ),

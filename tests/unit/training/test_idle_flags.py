@@ -231,7 +231,7 @@ def test_flags_of_a_device_that_is_not_there_are_told(run):
     assert idle_on_device(args, FLAGS.values(), "cuda", "nccl") == []
     assert idle_on_device(args, FLAGS.values(), "cpu", "gloo") == [
         "--empty-unused-memory-level --train-sync-interval: no effect without CUDA",
-        "--nccl-communicator-config-path --high-priority-stream-groups --use-nccl-ub: no effect without NCCL",
+        "--nccl-communicator-config-path --high-priority-stream-groups: no effect without NCCL",
     ]
 
 
