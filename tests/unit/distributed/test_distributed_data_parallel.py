@@ -428,6 +428,32 @@ def test_C065_a_gradient_far_above_the_largest_before_is_named_with_parameter_bu
     LargeGradients().check(bucket.grad_data, bucket.params, bucket.number)  # one that has seen nothing says nothing
 
 
+@pytest.mark.parametrize("kind", ["nan", "large gradients"])
+@pytest.mark.parametrize("rejected", [True, False])
+def test_a_listener_decides_on_bad_gradients_and_a_rejected_bucket_is_nan(kind, rejected):
+    """NaN travels in the sum: a rank that only said no would step alone, or not step alone."""
+    heard = []
+
+    def listen(kind, norm, failure):
+        heard.append((kind, norm, failure.what))
+        return rejected
+
+    ddp = _wrap(check_for_nan_in_grad=True, check_for_large_grads=True)
+    ddp.ddp_config.on_bad_grads = listen
+    (group,) = ddp.bucket_groups
+    group._large[0].warm_up = 1
+    for factor in (1.0, 1e6 if kind == "large gradients" else math.nan):
+        ddp.zero_grad_buffer()
+        for param in ddp.module.parameters():
+            param.main_grad.fill_(1.0)
+        ddp.module.norm.bias.main_grad.mul_(factor)
+        ddp.finish_grad_sync()
+    ((told, norm, what),) = heard
+    assert told == kind and "norm.bias" in what and (norm > 1e5 or math.isnan(norm))
+    grads = ddp.grad_buffers[0].grad_data
+    assert bool(grads.isnan().all()) == rejected and (kind == "nan" or rejected or grads.isfinite().all())
+
+
 def test_averaging_in_the_collective_excludes_per_token_loss():
     config = ModelParallelConfig()
     config.calculate_per_token_loss = True
