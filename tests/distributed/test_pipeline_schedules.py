@@ -338,6 +338,7 @@ def _leaves():
         nonlocal seen
         seen += 1
         if seen == 2:
+            collectives.forget_groups()  # as `finish` does: a group that is referred to keeps its connections
             dist.destroy_process_group()
             raise Gone
         return squared(output)
