@@ -242,12 +242,17 @@ class TorchFullyShardedDataParallel(DataParallelBase):
             self._finite.append((name, input.isfinite().all()))  # looked at once a step: a look waits for the device
         average = self.ddp_config.average_in_collective
         ranks = group_size(self._shard_group) * group_size(self._instance_group)
+        scale = 1.0 if self.per_token or average else 1.0 / ranks
+        if not self.ddp_config.gradient_reduce_div_fusion and scale != 1.0:
+            input.mul_(scale)
+            scale = 1.0
         collectives.reduce_scatter(
             output,
             input,
             self._shard_group,
             op="avg" if average else "sum",
-            scale=1.0 if self.per_token or average else 1.0 / ranks,
+            scale=scale,
+            accumulate_in_fp32=self.ddp_config.reduce_scatter_with_fp32_accumulation,
             purpose="gradients",
         )
 

@@ -376,6 +376,10 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
         for param in chunk.parameters():
             sizes[not getattr(param, "allreduce", True)] += param.numel()
     params = sum(sizes.values())
+    where = "on this rank"
+    more = "activations"
+    if args.is_fully_sharded:
+        where, more = "of which this rank keeps its rows", "whole weights of layers that run, and activations"
     batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
     length = tokens_per_sample(args)
     lines = [
@@ -383,9 +387,9 @@ def describe_run(args: Namespace, model: Sequence[nn.Module], pg_collection: Pro
         f"  layout            {rank_and_world_size()[1]} rank(s) = tp {args.tensor_model_parallel_size} x cp "
         f"{args.context_parallel_size} x dp {args.data_parallel_size} x pp {args.pipeline_model_parallel_size}"
         f" on {args.device.type}",
-        f"  parameters        {params:,} on this rank, {str(args.params_dtype).removeprefix('torch.')}",
+        f"  parameters        {params:,} {where}, {str(args.params_dtype).removeprefix('torch.')}",
         *_experts_line(args),
-        f"  memory per rank   {memory_of(args, sizes[False], sizes[True])}, and activations",
+        f"  memory per rank   {memory_of(args, sizes[False], sizes[True])}, and {more}",
         f"  a step            {batch} samples x {length} = {batch * length:,} tokens in "
         f"{get_num_microbatches()} micro-batch(es) a rank",
         f"  the run           {args.train_iters:,} iterations, of which {args.iteration:,} are done",

@@ -17,7 +17,9 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    "overlap", [[], ["--overlap-grad-reduce", "--ddp-bucket-size", 20000]], ids=["plain", "overlap"]
+    "overlap",
+    [[], ["--overlap-grad-reduce", "--ddp-bucket-size", 20000], ["--use-torch-fsdp2", "--init-model-with-meta-device"]],
+    ids=["plain", "overlap", "fully sharded"],
 )
 def test_two_ranks_train_as_one(alone, overlap):
     """Averaging twice, or not at all, or reading the same samples on both ranks, shows in loss and norm."""
