@@ -105,7 +105,12 @@ def group_ranks(group: ProcessGroup | None) -> list[int]:
 
 
 def _is_gloo(group: ProcessGroup, x: Tensor) -> bool:
-    return x.device.type == "cpu" or dist.get_backend(group) == "gloo"
+    return x.device.type == "cpu" or dist.get_backend(group) in ("gloo", "fake")
+
+
+def is_fake(group: ProcessGroup | None) -> bool:
+    """Whether the other ranks do not exist: what they would send, or add, is zero."""
+    return group is not None and dist.get_backend(group) == "fake"
 
 
 def _count(group: ProcessGroup, kind: str, purpose: str, x: Tensor) -> None:
@@ -180,6 +185,9 @@ def all_reduce(
         return DONE
     assert group is not None
     _count(group, "all_reduce", purpose, x)
+    if is_fake(group):
+        _scale(x, scale)
+        return DONE
     buffer = x if x.is_contiguous() else x.contiguous()
     gloo = _is_gloo(group, x)
     kind, after = _sum_op(buffer, group, op, scale, gloo) if op in ("sum", "avg") else (_REDUCE[op], 1.0)
@@ -278,6 +286,11 @@ def _next_tag(group: ProcessGroup) -> int:
 
 def _exchange(sent: Sequence[Tensor | None], received: Sequence[Tensor | None], group: ProcessGroup, tag: int) -> Any:
     """Send `sent[r]` to rank r of the group and receive `received[r]` from it; None or empty: nothing."""
+    if is_fake(group):
+        for tensor in received:
+            if tensor is not None:
+                tensor.zero_()
+        return []
     transfers = []
     for place, (out, into) in enumerate(zip(sent, received)):
         peer = dist.get_global_rank(group, place)
@@ -374,6 +387,9 @@ def all_to_all(
         return
     assert group is not None
     _count(group, "all_to_all", purpose, input)
+    if is_fake(group):
+        output.zero_()
+        return
     dist.all_to_all_single(output, input.contiguous(), output_splits, input_splits, group=group)
 
 
@@ -385,12 +401,17 @@ def send(x: Tensor, group: ProcessGroup, *, to: int, tag: int = 0, purpose: str)
         tag: gloo tells messages of one pair of ranks apart by it; elsewhere they arrive in the order of sending.
     """
     _count(group, "send", purpose, x)
+    if is_fake(group):
+        return DONE
     return Pending([dist.isend(x.detach().contiguous(), dist.get_global_rank(group, to), group=group, tag=tag)])
 
 
 @noted
 def receive(x: Tensor, group: ProcessGroup, *, source: int, tag: int = 0, purpose: str) -> Handle:
     """Receive into `x`, contiguous, from the rank at place `source` of the group; counted by the sender alone."""
+    if is_fake(group):
+        x.zero_()
+        return DONE
     return Pending([dist.irecv(x, dist.get_global_rank(group, source), group=group, tag=tag)])
 
 
@@ -456,6 +477,9 @@ def reduce_scatter_in_turn(part_for: Callable[[int], Tensor], group: ProcessGrou
 
 def _shift(sent: Tensor, received: Tensor, distance: int, group: ProcessGroup, tag: int) -> list[Any]:
     """Send to the rank `distance` places on, receive from the one as far back."""
+    if is_fake(group):
+        received.zero_()
+        return []
     size, rank = group.size(), group.rank()
     to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (distance, -distance))
     return dist.batch_isend_irecv(
@@ -476,6 +500,10 @@ def broadcast(x: Tensor, group: ProcessGroup | None, *, source: int = 0, purpose
         return
     assert group is not None
     _count(group, "broadcast", purpose, x)
+    if is_fake(group):
+        if group.rank() != source:
+            x.zero_()
+        return
     buffer = x if x.is_contiguous() else x.contiguous()
     dist.broadcast(buffer, src=dist.get_global_rank(group, source), group=group)
     if buffer is not x:

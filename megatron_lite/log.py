@@ -12,12 +12,24 @@ from typing import TextIO
 
 _rank: tuple[int, int] | None = None
 _said: set[str] = set()
+_speaks_for_all = False
 
 
 def set_rank(rank: int, world_size: int) -> None:
     """Called once by start-up, when the process group is there."""
     global _rank
     _rank = (rank, world_size)
+
+
+def speak_for_all_ranks() -> None:
+    """This process is the only one of its world: it says what rank 0 and the last rank would."""
+    global _speaks_for_all
+    _speaks_for_all = True
+
+
+def speaks_for_rank_0() -> bool:
+    """Whether this process says what is to be said once."""
+    return _speaks_for_all or rank_and_world_size()[0] == 0
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -40,20 +52,20 @@ def say(message: str, file: TextIO | None = None) -> None:
 
 def print_rank_0(message: str) -> None:
     """On standard output, by global rank 0 alone."""
-    if rank_and_world_size()[0] == 0:
+    if speaks_for_rank_0():
         say(message)
 
 
 def print_rank_last(message: str) -> None:
     """On standard output, by the last global rank alone."""
     rank, size = rank_and_world_size()
-    if rank == size - 1:
+    if _speaks_for_all or rank == size - 1:
         say(message)
 
 
 def warn_rank_0(message: str) -> None:
     """A line `WARNING: ...` on standard error, by global rank 0 alone."""
-    if rank_and_world_size()[0] == 0:
+    if speaks_for_rank_0():
         say(f"WARNING: {message}", sys.stderr)
 
 

@@ -87,6 +87,12 @@ def split(name: str, local_shape: Index, dim: int, rank: int, size: int, stride:
     return ShardSpec(name, global_shape, pieces)
 
 
+def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:
+    """`[begin, end)` of the rows that a rank keeps, as `torch.chunk` cuts them."""
+    each = -(-length // ranks)
+    return min(rank * each, length), min((rank + 1) * each, length)
+
+
 def rows(spec: ShardSpec, begin: int, end: int) -> ShardSpec:
     """Where the rows `[begin, end)` of a rank's tensor lie in the global one; they are a tensor of their own."""
     pieces = []

@@ -39,7 +39,8 @@ class Meeting:
     """
 
     def __init__(self, group: ProcessGroup | None, what: str):
-        self.what, self.size = what, 1 if group is None else group.size()
+        alone = group is None or dist.get_backend(group) == "fake"
+        self.what, self.size = what, 1 if alone else group.size()  # type: ignore[union-attr]
         if self.size > 1:
             assert group is not None
             name = f"megatron_lite/meeting/{group.group_name}/{what}"

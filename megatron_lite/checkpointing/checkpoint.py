@@ -23,7 +23,7 @@ from megatron_lite.checkpointing.dcp_files import shares
 from megatron_lite.checkpointing.folders import Which
 from megatron_lite.checkpointing.plain_values import from_bytes, to_bytes, to_json
 from megatron_lite.checkpointing.sharded import Boxes, Planned, Tensors
-from megatron_lite.collectives import all_gather_object, broadcast, broadcast_object, group_rank
+from megatron_lite.collectives import all_gather_object, broadcast, broadcast_object, group_rank, is_fake
 from megatron_lite.errors import CheckpointError
 from megatron_lite.sharding import ShardSpec
 
@@ -240,7 +240,7 @@ def _check_cover(by_rank: Sequence[Mapping[str, ShardSpec]]) -> None:
 
 def on_rank_0(step: Callable[[], T], group: ProcessGroup | None) -> T:
     """The result of `step` on rank 0, or its error, on every rank."""
-    if group is None:
+    if group is None or is_fake(group):
         return step()
     value, failure = _attempt(step) if group_rank(group) == 0 else (None, None)
     value, seen = broadcast_object((value, _for_others(failure, 0)), group, purpose="checkpoint step of rank 0")

@@ -20,13 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.distributed.buffer_layout import BufferLayout, ParamSpec, Range, plan_buffer
-from megatron_lite.sharding import ShardSpec, rows, whole
-
-
-def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:
-    """`[begin, end)` of the rows that a rank keeps, as `torch.chunk` cuts them."""
-    each = -(-length // ranks)
-    return min(rank * each, length), min((rank + 1) * each, length)
+from megatron_lite.sharding import ShardSpec, rows, rows_of, whole
 
 
 def described(param: nn.Parameter, name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megatron_lite import collectives, parallel_state
 from megatron_lite.enums import ModelType
 from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.training import global_vars
-from megatron_lite.training.initialize import initialize_groups
+from megatron_lite.training.initialize import init_fake_process_group, initialize_groups
 from megatron_lite.training.memory_estimate import Memory, memory_of
 from megatron_lite.training.model_setup import build_chunks
 from megatron_lite.transformer.transformer_block import layout_of
@@ -67,9 +67,7 @@ def stage_sizes(args: Namespace, model_provider: Callable[..., nn.Module]) -> li
 @contextlib.contextmanager
 def fake_rank(args: Namespace, rank: int) -> Iterator[ProcessGroupCollection]:
     """This process as one rank of a world of `args.world_size`, its groups registered."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # a part of torch that few runs need
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
+    init_fake_process_group(rank, args.world_size)
     try:
         global_vars.set_args(args)
         yield initialize_groups(args)

@@ -28,7 +28,7 @@ from megatron_lite.config import Flag, flags_of, from_namespace
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_lite.distributed.fully_sharded_config import FullyShardedConfig, TorchFullyShardedDataParallelConfig
 from megatron_lite.errors import ConfigError
-from megatron_lite.log import print_rank_0, warn_rank_0
+from megatron_lite.log import print_rank_0, speak_for_all_ranks, warn_rank_0
 from megatron_lite.models.retro.config import RetroSettings
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.tokenizers.tokenizer_config import TokenizerConfig
@@ -181,8 +181,10 @@ def parse_args(
     args.config = files[-1] if files else None
     args.typed = sorted({actions[name].dest for name in (word.partition("=")[0] for word in words) if name in actions})
     problems += _not_here(args)
+    if args.fake_process_group:
+        speak_for_all_ranks()
     try:
-        launch = read_launch()
+        launch = read_launch(alone=args.fake_process_group)
     except ConfigError as error:
         launch = Launch()
         problems.append(error)

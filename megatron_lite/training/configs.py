@@ -414,6 +414,9 @@ class DistributedInitConfig:
     distributed_backend: str = flag(
         "nccl", "Library that moves data between ranks. Without CUDA gloo is used.", choices=("nccl", "gloo")
     )
+    fake_process_group: bool = flag(
+        False, "Run one rank of a world whose other ranks do not exist, to look at its memory."
+    )
     distributed_timeout_minutes: int = flag(10, "How long a collective may take.", unit="minutes")
     distributed_timeout_seconds_after_init: int | None = flag(
         None, "How long a collective may take once the first iteration is done.", unit="seconds"

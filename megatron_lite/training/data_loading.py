@@ -183,7 +183,18 @@ def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
         vp_stage: accepted as Megatron has it: the question is about all chunks of the rank.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return collectives.group_rank(groups.tp) == 0 and stage_reads(global_vars.get_args(), groups)
+    return _reads(groups) and _needs(global_vars.get_args(), groups)
+
+
+def _reads(groups: ProcessGroupCollection) -> bool:
+    """Whether this rank reads for its tensor-parallel group, or for itself where the others do not exist."""
+    return collectives.group_rank(groups.tp) == 0 or collectives.is_fake(groups.tp)
+
+
+def _needs(args: Namespace, groups: ProcessGroupCollection) -> bool:
+    """Whether this stage needs data. A rank alone of its world reads at any stage: nobody could tell it which data
+    there are."""
+    return stage_reads(args, groups) or collectives.is_fake(collectives.world())
 
 
 def train_valid_test_num_samples(args: Namespace) -> list[int | None]:
@@ -220,8 +231,8 @@ def build_train_valid_test_data_iterators(
     datasets = provider(sizes)
     data = RunData()
     failure: MegatronLiteError | None = None
-    needed = stage_reads(args, pg_collection)
-    reads = needed and collectives.group_rank(pg_collection.tp) == 0
+    needed = _needs(args, pg_collection)
+    reads = needed and _reads(pg_collection)
     if reads:
         try:
             data = _run_data(datasets, args, pg_collection)

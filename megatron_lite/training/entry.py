@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import ConfigError, MegatronLiteError, PeerLost
-from megatron_lite.log import rank_and_world_size, say
+from megatron_lite.log import rank_and_world_size, say, speaks_for_rank_0
 from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.launch import read_launch
 
@@ -75,7 +75,7 @@ def read_arguments(
 ) -> Namespace:
     """The command line, completed from a checkpoint if it says so, and checked against the launcher's world size."""
     args = parse_args(argv, extra_args_provider, args_defaults)
-    launch = read_launch()
+    launch = read_launch(alone=args.fake_process_group)
     if args.use_checkpoint_args:
         from megatron_lite.training.checkpointing import load_args_from_checkpoint  # reads with torch
 
@@ -89,7 +89,7 @@ def leave(error: MegatronLiteError) -> None:
     rank, size = rank_and_world_size()
     # What is bad on every rank, as flags are, rank 0 says. The rest may be true of one rank alone, also of one that is
     # none.
-    if rank == 0 or rank >= size or not error.on_every_rank:
+    if speaks_for_rank_0() or rank >= size or not error.on_every_rank:
         prefix = f"[rank {rank}] " if rank else ""
         say(f"\n{prefix}{type(error).__name__}: {error}", sys.stderr)
     elif not isinstance(error, ConfigError):

@@ -21,7 +21,6 @@ from megatron_lite.config import KINDS, Flag, destination
 # key -> (what has not landed, what to do now)
 CAPABILITIES = {
     "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
-    "planning": ("the run without its ranks", "run it smaller"),
     "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
     "inference layers": ("layers for inference alone", "--transformer-impl local"),
 }

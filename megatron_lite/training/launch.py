@@ -38,17 +38,19 @@ class Launch:
     local_world_size: int = 1
 
 
-def read_launch() -> Launch:
+def read_launch(alone: bool = False) -> Launch:
     """This process's place, checked; a scheduler's variables are put into `os.environ` under torchrun's names.
 
+    Args:
+        alone: the other ranks do not exist (`--fake-process-group`): there is nobody to meet.
     Raises: ConfigError naming the variable and its value.
     """
     os.environ.update(translated(os.environ))
-    return checked(os.environ)
+    return checked(os.environ, alone)
 
 
-def checked(environment: Mapping[str, str]) -> Launch:
-    """What torchrun's variables say.
+def checked(environment: Mapping[str, str], alone: bool = False) -> Launch:
+    """What torchrun's variables say; see `read_launch`.
 
     Raises: ConfigError naming the variable and its value.
     """
@@ -69,7 +71,7 @@ def checked(environment: Mapping[str, str]) -> Launch:
             why="local ranks run from 0 to LOCAL_WORLD_SIZE - 1, and a machine has no more ranks than the world",
             fix="unset them to run one process, or start with torchrun",
         )
-    if world > 1:
+    if world > 1 and not alone:
         _check_meeting_point(environment, world)
     return Launch(rank, world, local_rank, local_world)
 

@@ -6,11 +6,19 @@ from argparse import Namespace
 
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.families import family_of
-from megatron_lite.training.rule import Rule, both, count_given, exclusive, flag_of, missing, positive
+from megatron_lite.training.rule import Rule, both, count_given, exclusive, flag_of, missing, named, positive
 from megatron_lite.training.rules_faults import FAULTS
 from megatron_lite.training.rules_logging import LOGGING
 
+_FILES = ("save", "load", "pretrained_checkpoint", "use_checkpoint_args", "ckpt_convert_save")
+
 GIVEN: tuple[Rule, ...] = (
+    Rule(
+        lambda a: a.fake_process_group and named(given=" and ".join(flag_of(n) for n in _FILES if getattr(a, n))),
+        "{given} with --fake-process-group",
+        "one rank's part of a checkpoint is none, and its weights mean nothing",
+        "leave it out",
+    ),
     *FAULTS,
     # -- shape
     Rule(

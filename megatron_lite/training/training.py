@@ -94,7 +94,7 @@ def run(
     process_non_loss_data_func: Callable[..., None] | None = None,
 ) -> None:
     """The run, after `start`; the arguments are those of `pretrain`."""
-    watch = hang_watch.start(args) if args.hang_report else None
+    watch = hang_watch.start(args) if args.hang_report and not args.fake_process_group else None
     functions = (datasets_provider, model_provider, model_type, forward_step_func, process_non_loss_data_func)
     try:
         _run(args, watch, *functions)

@@ -419,7 +419,7 @@ def print_memory(
     Args:
         whole_device: also what all processes use of the device, as its driver (or the system) sees it.
     """
-    if collectives.group_rank(pg_collection.dp_cp) != 0:
+    if collectives.group_rank(pg_collection.dp_cp) != 0 and not collectives.is_fake(pg_collection.dp_cp):
         return
     rank, _ = rank_and_world_size()
     mib = 1024.0 * 1024.0

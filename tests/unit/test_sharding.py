@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.sharding import boxes_of_range, flat_range, split, whole
+from megatron_lite.sharding import boxes_of_range, flat_range, rows, rows_of, split, whole
 
 
 @st.composite
@@ -96,3 +98,24 @@ def test_whole_is_whole():
     """A scalar too."""
     assert whole("w", ()).is_whole and whole("w", (2, 3)).is_whole
     assert not split("w", (2, 3), 0, 0, 2).is_whole
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_rows_of_a_cut_tensor_are_those_of_the_global_one(ranks, stride):
+    """Stacked parts fall into several pieces, of which a rank's rows may touch any; the last ranks may have none."""
+    whole_tensor = np.arange(12 * 5).reshape(12, 5)
+    for tp_rank in range(2):
+        spec = split("w", (6, 5), 0, tp_rank, 2, stride)
+        local = np.zeros((6, 5), dtype=int)
+        for piece in spec.pieces:
+            local[piece.local_slices()] = whole_tensor[piece.global_slices()]
+        seen = []
+        for rank in range(ranks):
+            begin, end = rows_of(6, rank, ranks)
+            part = rows(spec, begin, end)
+            for piece in part.pieces:
+                assert (local[begin:end][piece.local_slices()] == whole_tensor[piece.global_slices()]).all()
+            seen += range(begin, end)
+            assert part.local_shape == ((end - begin, 5) if end > begin else ())
+        assert seen == list(range(6))

@@ -25,9 +25,7 @@ from megatron_lite.training.flag_tables import CAPABILITIES, NOTICES, PENDING_VA
 ROOT = Path(__file__).parents[3]
 
 # What is refused because it comes later: capability -> number of flags. The list only gets shorter.
-PENDING = {
-    "planning": 1,
-}
+PENDING = {}
 
 
 class Known(NamedTuple):

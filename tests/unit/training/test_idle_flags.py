@@ -177,7 +177,7 @@ ALWAYS = """
     config_logger_dir record_memory_history dump_param_to_param_group_map log_memory_interval log_device_memory_used
     log_max_attention_logit log_energy save_params_interval save_activations_interval save_wgrads_interval
     save_dgrads_interval train_sync_interval use_torch_fsdp2 use_megatron_fsdp strict_fsdp_dtensor_load
-    rerun_mode check_for_spiky_loss on_bad_loss result_rejected_tracker_filename error_injection_rate
+    rerun_mode check_for_spiky_loss on_bad_loss result_rejected_tracker_filename error_injection_rate fake_process_group
 """.split()
 FLAGS = {flag.dest: flag for config in CONFIGS for flag in flags_of(config)}
 # (the row's first name, the name of a flag), by the row that tells it first.

@@ -38,6 +38,7 @@ def resolve(flags: str = "", *, without: str = "", world_size: int = 1, family: 
 
 # flags that are added, flags that are left out, and words of the message
 BROKEN = [
+    ("--fake-process-group --save x --load y", "", ["--save and --load with --fake-process-group"]),
     # full sharding
     ("--use-torch-fsdp2 --use-megatron-fsdp", "", ["--use-torch-fsdp2 and --use-megatron-fsdp"]),
     ("--use-torch-fsdp2 --use-distributed-optimizer", "", ["--use-distributed-optimizer with --use-torch-fsdp2"]),
