@@ -27,6 +27,7 @@ from megatron_lite.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.arguments import parse_args, validate_args
 from megatron_lite.training.families import FAMILIES, family_of
+from megatron_lite.training.fully_sharded import is_full
 from megatron_lite.training.layout_check import TOLERANCE, Tolerance, compare, table
 from megatron_lite.training.local_world import World
 from megatron_lite.training.record import Record, args_defaults_of, extra_args_of, joined, load_script, record_rank
@@ -173,6 +174,8 @@ def _layout(args: Namespace) -> str:
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one rank"]
     if args.sequence_parallel:
         words.append("sequence parallel")
-    if args.use_distributed_optimizer:
+    if is_full(args):
+        words.append("fully sharded")
+    elif args.use_distributed_optimizer:
         words.append("distributed optimizer")
     return ", ".join(words)

@@ -15,12 +15,14 @@ from copy import deepcopy
 
 from megatron_lite.config import flags_of
 from megatron_lite.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron_lite.distributed.fully_sharded_config import FullyShardedConfig
 from megatron_lite.errors import ConfigError
 from megatron_lite.optimizer.optimizer_config import OptimizerConfig
 from megatron_lite.training.arguments import parse_args
 from megatron_lite.training.configs import ModelConfig
 from megatron_lite.training.derived import has_decoder_behind
 from megatron_lite.training.families import defaults_of, family_of
+from megatron_lite.training.fully_sharded import is_full
 from megatron_lite.training.layout_check import EPSILON
 from megatron_lite.transformer.mla_config import LatentAttentionConfig
 from megatron_lite.transformer.transformer_config import TransformerConfig
@@ -28,7 +30,14 @@ from megatron_lite.transformer.transformer_config import TransformerConfig
 SEQ_LENGTH = 32
 VOCABULARY = 256  # padded; a multiple of every scaled tensor-parallel size
 
-_KEPT = (TransformerConfig, LatentAttentionConfig, ModelConfig, OptimizerConfig, DistributedDataParallelConfig)
+_KEPT = (
+    TransformerConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    OptimizerConfig,
+    DistributedDataParallelConfig,
+    FullyShardedConfig,
+)
 _KEPT_TOO = ("grad_reduce_in_bf16", "use_tp_pp_dp_mapping")
 # How the optimizer's memory is kept: its rounding would hide what is looked for.
 _LEFT_OUT = (
@@ -91,6 +100,8 @@ def scale_down(given: Namespace, data_parallel_size: int, steps: int, max_ranks:
 def _layout(given: Namespace, small: Namespace, data_parallel_size: int, max_ranks: int) -> list[str]:
     real = {name: vars(given).get(name, 1) for name in _SIZES} | {"data_parallel_size": data_parallel_size}
     sizes = {name: _nearest(real[name], most) for name, most in _SIZES.items()}
+    if is_full(given) and given.num_distributed_optimizer_instances > 1:  # two copies, each on two ranks
+        sizes["data_parallel_size"] = _nearest(data_parallel_size, 4)
     levels = given.hierarchical_context_parallel_sizes
     if levels is not None:  # a ring across groups needs several of each
         levels = [_nearest(level, 2) for level in levels]
@@ -114,7 +125,8 @@ def _layout(given: Namespace, small: Namespace, data_parallel_size: int, max_ran
     for name, size in sizes.items():
         setattr(small, name, size)
     small.world_size, small.hierarchical_context_parallel_sizes = ranks(), levels
-    small.num_distributed_optimizer_instances = min(given.num_distributed_optimizer_instances, small.data_parallel_size)
+    most = 2 if is_full(given) else small.data_parallel_size
+    small.num_distributed_optimizer_instances = min(given.num_distributed_optimizer_instances, most)
     return [f"{_SHORT[name]} {size} instead of {real[name]}" for name, size in sizes.items() if size != real[name]]
 
 
@@ -261,6 +273,9 @@ def without_precision(args: Namespace) -> Namespace:
     plain.fp16 = plain.bf16 = plain.grad_reduce_in_bf16 = plain.fp16_lm_cross_entropy = False
     plain.fp32_residual_connection, plain.output_logit_dtype = False, None
     plain.loss_scale = None
+    for flag in flags_of(FullyShardedConfig):
+        if flag.dest.startswith("megatron_fsdp") and flag.dest.endswith("dtype"):
+            setattr(plain, flag.dest, flag.default)
     return plain
 
 
@@ -275,7 +290,7 @@ def alone(args: Namespace) -> Namespace:
     one.recompute_granularity = one.recompute_method = one.recompute_num_layers = one.recompute_modules = None
     one.make_vocab_size_divisible_by = VOCABULARY
     keep = one.accumulate_allreduce_grads_in_fp32
-    for flag in flags_of(DistributedDataParallelConfig):
+    for flag in (*flags_of(DistributedDataParallelConfig), *flags_of(FullyShardedConfig)):
         setattr(one, flag.dest, deepcopy(flag.default))
     one.accumulate_allreduce_grads_in_fp32, one.overlap_param_gather_with_optimizer_step = keep, False
     return one

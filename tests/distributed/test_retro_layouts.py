@@ -36,6 +36,7 @@ ROWS = [
     Layout(model="retro", dp=2, distributed_optimizer=True),
     Layout(model="retro", tp=2, sp=True, dp=2, distributed_optimizer=True, overlap_grad_reduce=True),
     Layout(model="retro", tp=2, dp=2, recompute="full"),
+    Layout(model="retro", dp=2, split=("--use-torch-fsdp2",)),  # an encoder inside of a layer: units in a unit
 ]
 
 

@@ -127,3 +127,13 @@ def test_kinds_and_levels_of_context_parallelism_stay():
     small, _ = small_of("--context-parallel-size", "8", "--cp-comm-type", *kinds)
     validate_args(small, small.world_size)
     assert small.num_layers == 3 and small.cp_comm_type == ["p2p", "a2a", "all_gather"]
+
+
+def test_a_small_run_is_sharded_as_the_large_one_and_its_reference_is_not():
+    """verify would have compared plain data parallelism with one process, and said that full sharding is right."""
+    words = "--use-megatron-fsdp --num-distributed-optimizer-instances 8 --megatron-fsdp-grad-comm-dtype bf16".split()
+    small, _ = small_of(*words)
+    assert small.use_megatron_fsdp and small.megatron_fsdp_grad_comm_dtype == "bf16"
+    assert small.num_distributed_optimizer_instances == 2 and small.data_parallel_size == 4  # two copies, cut in two
+    assert without_precision(small).megatron_fsdp_grad_comm_dtype == "auto"
+    assert not alone(small).use_megatron_fsdp and alone(small).num_distributed_optimizer_instances == 1
