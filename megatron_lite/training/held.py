@@ -20,14 +20,14 @@ from megatron_lite.sharding import Piece, ShardSpec, whole
 Held = list[tuple[ShardSpec, Tensor]]  # parts of global tensors
 
 
-def each_weight(model: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, ShardSpec]]:
-    """The parameters that this rank computes with, of chunks under DDP. Collective where those of a sharded optimizer
-    are still on their way."""
+def each_weight(model: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, ShardSpec, Tensor]]:
+    """The parameters that this rank computes with, or what it keeps of them where the model is fully sharded, of chunks
+    under DDP: views. Collective where those of a sharded optimizer are still on their way."""
     model = list(model)
     whole_parameters(model)
     for chunk in model:
         for name, param in chunk.module.named_parameters():  # type: ignore[union-attr]
-            yield param, getattr(param, "shard", None) or whole(name, tuple(param.shape))
+            yield param, getattr(param, "shard", None) or whole(name, tuple(param.shape)), held_part(param).detach()
 
 
 def each_gradient(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, ShardSpec, Tensor]]:
@@ -42,7 +42,7 @@ def each_gradient(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, 
 
 def held_weights(model: Iterable[nn.Module]) -> Held:
     """Copies of the parameters in fp32."""
-    return [(spec, held_part(param).detach().float().clone()) for param, spec in each_weight(model)]
+    return [(spec, part.float().clone()) for _, spec, part in each_weight(model)]
 
 
 def held_gradients(optimizer: MegatronOptimizer) -> Held:

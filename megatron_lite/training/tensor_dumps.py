@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from megatron_lite.checkpointing.folders import folder_name
 from megatron_lite.collectives import group_rank, group_size
 from megatron_lite.context_parallel.partition import held_runs, one_document, positions
-from megatron_lite.distributed import held_part
 from megatron_lite.errors import DataError
 from megatron_lite.log import rank_and_world_size, say
 from megatron_lite.models.common.language_module.language_module import global_module_names
@@ -127,7 +126,7 @@ class TensorDumps:
         return group_rank(groups.dp_cp if getattr(param, "allreduce", True) else groups.expt_dp) == 0
 
     def _weights(self) -> Held:
-        return [(spec, _on_host(held_part(p))) for p, spec in each_weight(self._model) if self._is_first_holder(p)]
+        return [(spec, _on_host(part)) for p, spec, part in each_weight(self._model) if self._is_first_holder(p)]
 
     def _gradients(self) -> Held:
         scale, sharded = self._optimizer.get_loss_scale(), self._args.use_distributed_optimizer

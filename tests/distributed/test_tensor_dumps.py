@@ -34,6 +34,7 @@ ROWS = [
     Layout(model="gpt2", pp=2, vpp=2, flags=("--num-layers", "4"), per_token_loss=True),
     Layout(model="t5", tp=2, sp=True),
     Layout(model="bert", cp=2),
+    Layout(model="llama", dp=2, split=("--use-torch-fsdp2",)),
 ]
 
 
