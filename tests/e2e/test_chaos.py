@@ -109,7 +109,7 @@ def test_killed_told_to_leave_out_of_space_and_with_a_nan_the_run_ends_with_the_
     torchrun(RANKS, *FLAGS, *cache, "--save", tmp_path / "quiet").ok()
 
     flags = [*FLAGS, *cache, "--save", save, "--load", save, "--fault", "nan-loss", "--fault-iteration", nan_at]
-    flags += ["--fault-rank", numbers.randrange(RANKS), "--fault-once", tmp_path / "nan", "--rerun-mode", "disabled"]
+    flags += ["--fault-rank", numbers.randrange(RANKS), "--fault-once", tmp_path / "nan"]
     waiting = [step for step in plan if step[1] != "nan"]
     happened: list[str] = []
     jobs = []
