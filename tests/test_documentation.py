@@ -79,6 +79,16 @@ def test_the_pictures_are_drawn_by_the_script(tmp_path: Path) -> None:
         assert f"]({path.name})" in pages, f"no page shows {path.name}"
 
 
+def test_the_path_through_the_code_is_the_readmes() -> None:
+    """tests/e2e/test_readme.py looks whether its files exist."""
+
+    def path(page: str) -> list[str]:
+        lines = re.findall(r"^\d\. (.*(?:`|py\)).*)$", (ROOT / page).read_text(encoding="utf-8"), re.M)
+        return [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", line).replace("`", "") for line in lines][-8:]
+
+    assert path("docs/reading.md") == path("README.md") and len(path("README.md")) == 8
+
+
 def test_the_page_of_commands_has_every_verb() -> None:
     page = command_pages.page()
     assert all(f"## {verb}\n" in page for verb in VERBS)
