@@ -59,7 +59,8 @@ class TorchFullyShardedDataParallel(DataParallelBase):
     Raises: ConfigError where there is one rank: there is nothing to shard (DistributedDataParallel does all that is
         left); for models of several number formats, and for experts that are spread over ranks.
 
-    Attributes: units: the modules that are gathered, the root last; model_dtype: in which forward computes.
+    Attributes: units: the modules that are gathered, the root last; model_dtype: in which forward computes; is_empty:
+        the module was on the meta device.
     """
 
     is_fully_sharded = True

@@ -48,6 +48,8 @@ ROWS = [
     Layout(dp=3, model="llama", micro_batch_size=1, flags=("--global-batch-size", "6"), split=(*TORCH, META)),
     Layout(dp=2, precision="bf16", split=TORCH),
     Layout(dp=2, precision="bf16", flags=("--grad-reduce-in-bf16",), model="llama", split=(*TORCH, META)),
+    Layout(dp=2, precision="bf16", split=(*MEGATRON, "--megatron-fsdp-grad-comm-dtype", "bf16")),
+    Layout(dp=2, split=(*TORCH, "--no-gradient-reduce-div-fusion")),
     Layout(dp=2, flags=("--optimizer", "sgd", "--decoupled-lr", "2e-3"), split=MEGATRON),
     Layout(dp=2, flags=("--optimizer", "lion"), split=TORCH),
     Layout(dp=2, split=(*MEGATRON, "--suggested-communication-unit-size", "30000")),
@@ -174,6 +176,7 @@ class _recorded:
         return record_rank(args, script, steps, self.look)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_rank_holds_16_bytes_a_parameter_over_the_ranks(world, precision):
     """Weights, gradients and Adam's moments in fp32 are shared out by rows; each parameter's last row may be uneven."""
@@ -206,6 +209,17 @@ def test_layers_are_gathered_for_each_pass_or_micro_batch_or_step(world, words, 
     assert (scatters, calls) == (4 * 3, gathers)
     if gathers == 3:
         assert scattered == 4 * gathered
+
+
+def test_gradients_travel_in_the_format_that_is_asked_for(world):
+    """--megatron-fsdp-grad-comm-dtype bf16 halves the bytes of an fp32 model's gradients, and of nothing else."""
+    narrow, wide = (
+        world(2).run(traffic, Layout(dp=2, split=(*MEGATRON, *words)))[0]
+        for words in (("--megatron-fsdp-grad-comm-dtype", "bf16"), ())
+    )
+    scatter, gather = ("reduce_scatter", "gradients"), ("all_gather", "parameters")
+    assert narrow[gather] == wide[gather] and narrow[scatter][0] == wide[scatter][0]
+    assert 2 * narrow[scatter][1] == wide[scatter][1]
 
 
 # -- what ends a run ---------------------------------------------------------------------------------------------
