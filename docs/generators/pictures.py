@@ -108,23 +108,24 @@ def context() -> Figure:
 
 
 def memory() -> Figure:
-    """Weights, gradients and optimizer state of a rank with seven billion parameters in bf16, plain and sharded."""
+    """Weights, gradients and optimizer state of a rank with seven billion parameters in bf16, whole and in parts."""
     figure = Figure(figsize=(9.2, 3.0), dpi=120, layout="constrained")
     plot = figure.subplots()
     copies = (1, 2, 4, 8, 16, 32, 64)
     for at, dp in enumerate(copies):
-        for side, sharded in ((-0.2, False), (0.2, True)):
+        for side, (flag, hatch) in zip((-0.28, 0.0, 0.28), _SHARDINGS.items()):
             bottom = 0.0
-            parts = memory_of(_run(dp, sharded), dense=7_000_000_000)
+            parts = memory_of(_run(dp, flag), dense=7_000_000_000)
             for name, colour in (("weights", COLOURS[0]), ("gradients", COLOURS[1]), ("optimizer", COLOURS[2])):
                 size = getattr(parts, name) / 2**30
-                plot.bar(
-                    at + side, size, 0.36, bottom, color=colour, hatch="//" if sharded else None, edgecolor="white"
-                )
+                plot.bar(at + side, size, 0.26, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
                 bottom += size
             plot.text(at + side, bottom, f"{bottom:.0f}", ha="center", va="bottom", fontsize=7)
     plot.set_xticks(range(len(copies)), [str(dp) for dp in copies], fontsize=8)
-    plot.set_xlabel("data-parallel ranks; hatched: --use-distributed-optimizer", fontsize=8)
+    plot.set_xlabel(
+        "data-parallel ranks; plain: a copy each, striped: --use-distributed-optimizer, crossed: --use-torch-fsdp2",
+        fontsize=8,
+    )
     plot.set_ylabel("GiB on a rank", fontsize=8)
     plot.tick_params(labelsize=8)
     plot.spines[["top", "right"]].set_visible(False)
@@ -134,13 +135,17 @@ def memory() -> Figure:
     return figure
 
 
-def _run(dp: int, sharded: bool) -> Namespace:
+# flag -> how its bars are drawn
+_SHARDINGS = {"": None, "--use-distributed-optimizer": "//", "--use-torch-fsdp2": "xx"}
+
+
+def _run(dp: int, flag: str) -> Namespace:
     """The arguments of a run on `dp` ranks; the model's own size is given apart."""
     words = (
         "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 64 --max-position-embeddings 64 --bf16"
     )
     words += f" --micro-batch-size 1 --global-batch-size {dp} --train-iters 1 --lr 1 --mock-data"
-    words += " --tokenizer-type NullTokenizer --vocab-size 100" + " --use-distributed-optimizer" * sharded
+    words += f" --tokenizer-type NullTokenizer --vocab-size 100 {flag}"
     with contextlib.redirect_stdout(io.StringIO()):
         return validate_args(parse_args(words.split()), dp)
 
