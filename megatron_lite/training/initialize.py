@@ -72,12 +72,7 @@ def initialize_megatron(args: Namespace) -> ProcessGroupCollection:
     if args.deterministic_mode:
         _deterministic()
     if args.disable_bf16_reduced_precision_matmul:
-        if args.device.type == "cuda":
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        else:
-            print_rank_0(
-                "--disable-bf16-reduced-precision-matmul has no effect here: a CPU adds products of bf16 in fp32"
-            )
+        _sum_in_fp32(args.device)
     if not dist.is_initialized():
         print_rank_0("> initializing torch distributed ...")
         with _connecting(launch.rank):
@@ -186,6 +181,14 @@ def _init_process_group(args: Namespace, launch: Launch) -> None:
             why="rank 0 listens there; another run or a program holds it",
             fix="another MASTER_PORT, or torchrun --standalone, which finds a free one",
         ) from None
+
+
+def _sum_in_fp32(device: torch.device) -> None:
+    """cuBLAS may round partial sums of bf16 products to bf16, unless it is told not to."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    else:
+        print_rank_0("--disable-bf16-reduced-precision-matmul has no effect here: a CPU adds products of bf16 in fp32")
 
 
 def _deterministic() -> None:

@@ -3,14 +3,30 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_lite.training.arguments import parse_args, validate_args
+from megatron_lite.training.initialize import _sum_in_fp32
 from megatron_lite.training.model_setup import get_optimizer_param_scheduler
 
 SHAPE = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 "
     "--micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 7"
 )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sums_of_bf16_products_stay_fp32_on_a_gpu_and_a_cpu_says_that_they_do(device, capsys):
+    """torch allows cuBLAS to round partial sums to bf16."""
+    switch = torch.backends.cuda.matmul
+    before = switch.allow_bf16_reduced_precision_reduction
+    try:
+        switch.allow_bf16_reduced_precision_reduction = True
+        _sum_in_fp32(torch.device(device))
+        assert bool(switch.allow_bf16_reduced_precision_reduction) == (device == "cpu")
+    finally:
+        switch.allow_bf16_reduced_precision_reduction = before
+    assert ("has no effect here" in capsys.readouterr().out) == (device == "cpu")
 
 
 def scheduler_of(flags):
