@@ -47,6 +47,15 @@ def test_layouts_are_compared_without_casts_to_fp8_and_that_is_said():
     assert small.fp8_format is None and any("no casts to FP8" in line for line in changes)
 
 
+def test_flags_of_the_users_own_script_stay_as_they_are():
+    """A model of one's own reads them from the arguments, also in its small copy."""
+    given = parse_args(
+        [*LLAMA, "--taps", "3"], extra_args_provider=lambda parser: parser.add_argument("--taps", type=int)
+    )
+    small, _ = scale_down(given, 2, 5, 8)
+    assert small.taps == 3
+
+
 def test_a_shape_that_could_not_start_is_not_made_legal_by_scaling():
     with pytest.raises(ConfigError, match="--num-attention-heads 64 with --tensor-model-parallel-size 6"):
         small_of("--tensor-model-parallel-size", "6")
