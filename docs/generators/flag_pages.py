@@ -1,7 +1,7 @@
 """The page of all flags, from where they are declared: config classes, the two tables, and the old spellings.
 
-dataclass fields with flag()  -> works          pending_flags.tsv -> notice, or refused until it lands
-refused_flags.tsv             -> refused        ALIASES           -> translated
+dataclass fields with flag()  -> works          noted_flags.tsv -> notice
+refused_flags.tsv             -> refused        ALIASES         -> translated
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_lite.config import Flag, flags_of
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.arguments import CONFIGS
 from megatron_lite.training.flag_aliases import ALIASES, Context
-from megatron_lite.training.flag_tables import CAPABILITIES, NOTICES, PENDING_VALUES, REASONS, pending, refused
+from megatron_lite.training.flag_tables import NOTICES, REASONS, REFUSED_VALUES, noted, refused
 
 HEAD = """# Every flag
 
@@ -28,7 +28,6 @@ What a flag may do here:
 |---|---|
 | [works](#flags-that-work) | it does what it says |
 | [is noted](#flags-that-are-noted) | it buys speed on special hardware; a line says what is done instead |
-| [waits](#flags-that-wait) | understood, and refused with the alternative until it lands; its default passes |
 | [is refused](#flags-that-are-refused) | no part of this project; the message names the alternative |
 | [is translated](#old-spellings) | an older spelling; a line says what it became |
 """
@@ -36,45 +35,29 @@ What a flag may do here:
 
 def page() -> str:
     """The Markdown of the page."""
-    stated = {spelling for config in CONFIGS for flag in flags_of(config) for spelling in flag.spellings}
-    waiting = [row for row in pending() if row.key not in NOTICES]
     lines = [HEAD, "## Flags that work", "", _config_file()]
     for config in CONFIGS:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", config.__name__.removesuffix("Config"))
         lines += [f"### {words}", "", (config.__doc__ or "").strip().splitlines()[0], ""]
         lines += _table("flag | default | meaning", ((_name(f), _default(f), _meaning(f)) for f in flags_of(config)))
     lines += ["## Flags that are noted", ""]
-    noted = [row for row in pending() if row.key in NOTICES]
     lines += _table(
         "flag | what is done | what it does in Megatron",
-        ((_name(row.flag), NOTICES[row.key] or "nothing: obsolete there, too", row.flag.help) for row in noted),
-    )
-    lines += ["## Flags that wait", ""]
-    lines += _table(
-        "flag | default | until then | meaning",
-        (
-            (
-                _name(row.flag) + _only(row.values, bool(stated.intersection(row.flag.spellings))),
-                _default(row.flag),
-                CAPABILITIES[row.key][1],
-                row.flag.help,
-            )
-            for row in waiting
-        ),
-    )
-    lines += ["Values, of flags that work, that wait:", ""]
-    lines += _table(
-        "flag | value | until then",
-        (
-            (f"`--{name.replace('_', '-')}`", f"`{value}`", CAPABILITIES[key][1])
-            for name, values in PENDING_VALUES.items()
-            for value, key in values.items()
-        ),
+        ((_name(row.flag), NOTICES[row.key] or "nothing: obsolete there, too", row.flag.help) for row in noted()),
     )
     lines += ["## Flags that are refused", ""]
     lines += _table(
         "flag | why | instead | meaning in Megatron",
         ((_name(row.flag) + _only(row.values), *REASONS[row.key], row.flag.help) for row in refused()),
+    )
+    lines += ["Values, of flags that work, that are refused:", ""]
+    lines += _table(
+        "flag | value | why | instead",
+        (
+            (f"`--{name.replace('_', '-')}`", f"`{value}`", *REASONS[key])
+            for name, values in REFUSED_VALUES.items()
+            for value, key in values.items()
+        ),
     )
     lines += ["## Old spellings", "", "`8` stands for the word after the flag.", ""]
     lines += _table("flag | becomes", ((f"`{old}`", _translation(old)) for old in ALIASES))
@@ -95,10 +78,10 @@ def _name(flag: Flag) -> str:
     return ", ".join(f"`{spelling}`" for spelling in (*flag.spellings, *flag.negations))
 
 
-def _only(values: tuple[str, ...], also_works: bool = False) -> str:
+def _only(values: tuple[str, ...]) -> str:
     if values:
         return f" with {', '.join(f'`{value}`' for value in values)}"
-    return " other than the default" if also_works else ""
+    return ""
 
 
 def _default(flag: Flag) -> str:

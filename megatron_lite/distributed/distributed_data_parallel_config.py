@@ -136,12 +136,12 @@ class DistributedDataParallelConfig:
             if asked:
                 raise ConfigError(
                     f"DistributedDataParallelConfig: {', '.join(f'{n}={getattr(self, n)!r}' for n in asked)}",
-                    why=f"{what} is not built in this version",
+                    why=f"{what} is not built here",
                     fix=fix,
                 )
 
 
-# Fields whose capability has not landed: names, what it is, what to do instead.
+# Fields of Megatron's that nothing here reads: names, what they are of, what to do instead.
 _NOT_HERE = (
     (
         ("delay_wgrad_compute",),

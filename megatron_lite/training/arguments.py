@@ -3,7 +3,7 @@
     words of the command line                     precedence: command line > --config file.yaml > the script's > default
        |  stray quotes stripped, YAML put in front, old spellings translated          command_line, config_files,
        v                                                                              flag_aliases
-    argparse over every Flag (configs, pending and refused tables, the script's own)
+    argparse over every Flag (configs, noted and refused tables, the script's own)
        v
     Namespace --validate_args--> derived values, all broken rules at once             derived, rules
        v
@@ -38,11 +38,10 @@ from megatron_lite.training.families import foreign_flag
 from megatron_lite.training.flag_aliases import translate
 from megatron_lite.training.flag_tables import (
     AS_IT_IS,
-    CAPABILITIES,
     NOTICES,
-    PENDING_VALUES,
     REASONS,
-    pending,
+    REFUSED_VALUES,
+    noted,
     refused,
 )
 from megatron_lite.training.idle_flags import idle
@@ -111,13 +110,11 @@ def build_parser(extra_args_provider: ExtraArgs | None = None) -> argparse.Argum
         for flag in flags_of(config):
             flag.add_to(group)
             stated.update(flag.spellings)
-    later = parser.add_argument_group("not yet", "Understood, but refused: the capability comes later.")
     ignored = parser.add_argument_group(
         "no effect", "Speed on special hardware, or obsolete: accepted, nothing changes."
     )
-    for row in pending():
-        if not stated.intersection(row.flag.spellings):
-            row.flag.add_to(ignored if row.key in NOTICES else later)
+    for row in noted():
+        row.flag.add_to(ignored)
     for row in refused():
         row.flag.add_to(parser, hidden=True)
     if extra_args_provider is not None:
@@ -203,14 +200,10 @@ def _by_field() -> dict[str, str]:
 
 def _not_here(args: argparse.Namespace) -> Iterable[ConfigError]:
     """Flags whose values would be ignored: refused, because an accepted flag does what it says."""
-    for row in pending():
-        value = getattr(args, row.flag.dest, row.flag.default)
-        if row.key not in NOTICES and row.concerns(value):
-            yield _not_yet(show(row.flag, value), row.key)
-    for name, values in PENDING_VALUES.items():
+    for name, values in REFUSED_VALUES.items():
         value = getattr(args, name, None)
         if value in values:
-            yield _not_yet(f"--{name.replace('_', '-')} {value}", values[value])
+            yield _unsupported(f"--{name.replace('_', '-')} {value}", values[value])
     for config in CONFIGS:
         for flag in flags_of(config):
             value = getattr(args, flag.dest)
@@ -220,17 +213,12 @@ def _not_here(args: argparse.Namespace) -> Iterable[ConfigError]:
     for row in refused():
         value = getattr(args, row.flag.dest, row.flag.default)
         if row.concerns(value):
-            reason, instead = REASONS[row.key]
-            yield ConfigError(f"{show(row.flag, value)} is not supported: {reason}", fix=instead)
+            yield _unsupported(show(row.flag, value), row.key)
 
 
-def _not_yet(flag: str, key: str) -> ConfigError:
-    what, instead = CAPABILITIES[key]
-    return ConfigError(
-        f"{flag}: {what} has not landed yet in this version",
-        why="a flag that is accepted does what it says, and this one could not",
-        fix=instead,
-    )
+def _unsupported(flag: str, key: str) -> ConfigError:
+    reason, instead = REASONS[key]
+    return ConfigError(f"{flag} is not supported: {reason}", fix=instead)
 
 
 def show(flag: Flag, value: Any) -> str:
@@ -244,7 +232,7 @@ def show(flag: Flag, value: Any) -> str:
 def _notices(args: argparse.Namespace) -> list[str]:
     """One line for each flag that was typed, is harmless, and does nothing here."""
     lines = []
-    for row in pending():
+    for row in noted():
         value = getattr(args, row.flag.dest, row.flag.default)
         if NOTICES.get(row.key) and row.concerns(value):
             lines.append(f"{show(row.flag, value)} has no effect here: {NOTICES[row.key]}")
@@ -302,7 +290,7 @@ def print_args(args: argparse.Namespace) -> None:
 
     Flags without effect here are left out unless they were typed: 600 lines that say nothing of this run.
     """
-    silent = {row.flag.dest for row in (*pending(), *refused())} - set(args.typed)
+    silent = {row.flag.dest for row in (*noted(), *refused())} - set(args.typed)
     silent -= {flag.dest for config in CONFIGS for flag in flags_of(config)}
     print_rank_0("------------------------ arguments ------------------------")
     for name, value in sorted(vars(args).items(), key=lambda item: item[0].lower()):
@@ -318,11 +306,11 @@ def resolved_configuration(args: argparse.Namespace) -> dict[str, dict[str, Any]
     for config in CONFIGS:
         groups[_title(config)[0]] = {flag.dest: getattr(args, flag.dest) for flag in flags_of(config)}
     shown = {name for group in groups.values() for name in group}
-    rows = {row.flag.dest for row in (*pending(), *refused())}
+    rows = {row.flag.dest for row in (*noted(), *refused())}
     own = {name: value for name, value in vars(args).items() if name not in shown | rows and name not in _OF_THE_RUN}
     groups["script"] = {name: value for name, value in own.items() if name in args.typed}
     groups["no effect"] = {
-        row.flag.dest: getattr(args, row.flag.dest) for row in pending() if row.flag.dest in set(args.typed) - shown
+        row.flag.dest: getattr(args, row.flag.dest) for row in noted() if row.flag.dest in set(args.typed) - shown
     }
     return {title: group for title, group in groups.items() if group}
 
@@ -416,7 +404,7 @@ def ddp_config_from_args(args: argparse.Namespace, module: nn.Module | None = No
         # A dynamic loss scale finds its size by overflowing: there Inf skips the step instead of ending the run.
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not (args.fp16 and args.loss_scale is None),
         align_param_gather=args.align_param_gather,
-        # Flags of capabilities that have not landed, or that say so themselves: the config refuses them.
+        # The flags say for themselves what is done instead; the config refuses its fields.
         delay_wgrad_compute=False,
         outer_dp_sharding_strategy="no_shard",
         fsdp_double_buffer=False,

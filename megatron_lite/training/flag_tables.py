@@ -1,8 +1,7 @@
-"""Megatron's flags that do nothing here yet, or never will: read from two tables beside this file.
+"""Megatron's flags that do nothing here: read from two tables beside this file.
 
-    pending_flags.tsv    what comes later, and what changes nothing here. A capability lands: its rows leave the table,
-                         its fields gain `flag()`. A row may name a flag that a config states already; then it only says
-                         that the value is refused until the capability lands.
+    noted_flags.tsv      what buys speed or memory on special hardware, or is obsolete: accepted, and a line says what is
+                         done instead
     refused_flags.tsv    what is no part of this project (Megatron's reinforcement learning, vision, ...)
 
 Every flag of both parses with Megatron's type, choices and default; given its default it passes in silence. Columns:
@@ -17,13 +16,6 @@ from functools import cache
 from pathlib import Path
 
 from megatron_lite.config import KINDS, Flag, destination
-
-# key -> (what has not landed, what to do now)
-CAPABILITIES = {
-    "optimizers": ("this optimizer", "--optimizer adam, sgd, lion or muon"),
-    "torch format": ("this format of checkpoints", "--ckpt-format torch_dist"),
-    "inference layers": ("layers for inference alone", "--transformer-impl local"),
-}
 
 # key -> what is done instead: these buy speed or memory on special hardware and never change numbers
 NOTICES = {
@@ -95,6 +87,10 @@ REASONS = {
         "prefixes as s3://bucket/corpus are read through the package fsspec",
         "leave it out: the .idx of such a corpus is kept below --data-cache-path",
     ),
+    "optimizers": (
+        "it is an experiment of Megatron's, from a package of its own",
+        "--optimizer adam, sgd, lion or muon",
+    ),
     "onnx": ("there is no export to ONNX", "export to Hugging Face"),
     "outside manager": ("process groups are made at start-up", "the Python API takes your own process groups"),
     "per-sample cp": ("the context-parallel size is one for all samples", "--context-parallel-size"),
@@ -114,11 +110,16 @@ REASONS = {
     "vendor kernels": ("it needs vendor kernels", "--bf16"),
     "vendor services": ("it reports to a vendor's service", "TensorBoard, W&B"),
     "vision": ("text models only", "leave it out"),
+    "torch format": (
+        "one file a model-parallel rank fits no other layout",
+        "--ckpt-format torch_dist, which any layout loads",
+    ),
+    "inference layers": ("those layers cannot be trained", "--transformer-impl local; megatron-lite serve"),
     "weight shards": ("there is no extra axis of weight shards", "--use-megatron-fsdp, or more tensor parallelism"),
 }
 
-# Values, of flags that work, that have not landed: destination -> value -> capability.
-PENDING_VALUES: dict[str, dict[str, str]] = {
+# Values of flags that work, which are refused: destination -> value -> key of REASONS.
+REFUSED_VALUES: dict[str, dict[str, str]] = {
     "optimizer": dict.fromkeys(("soap", "adaptive_muon"), "optimizers"),
     "ckpt_convert_format": {"torch": "torch format"},
     "ckpt_format": {"torch": "torch format"},
@@ -141,8 +142,8 @@ class Row:
 
 
 @cache
-def pending() -> tuple[Row, ...]:
-    return _read("pending_flags.tsv")
+def noted() -> tuple[Row, ...]:
+    return _read("noted_flags.tsv")
 
 
 @cache

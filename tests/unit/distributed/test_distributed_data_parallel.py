@@ -289,7 +289,7 @@ def test_bucket_sizes_follow_the_options():
     ids=lambda options: next(iter(options)),
 )
 def test_options_that_have_not_landed_stop_the_run(options):
-    with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*(?s:.)*not built in this version"):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*(?s:.)*not built here"):
         DistributedDataParallelConfig(**options)
 
 

@@ -102,7 +102,7 @@ def test_all_mistakes_of_a_command_line_are_told_at_once() -> None:
         "did you mean RMSNorm?",
         "--rampup-batch-size 1 2: 3 values expected",
         "--swiglu is a switch",
-        "--transformer-impl inference_optimized: layers for inference alone has not landed",
+        "--transformer-impl inference_optimized is not supported: those layers cannot be trained",
         "--perform-rl-step is not supported: reinforcement learning",
         "--use-legacy-models",
     ):
@@ -176,7 +176,7 @@ def test_help_and_mistakes_come_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "--num-layers N" in done.stdout and "transformer:" in done.stdout and "not yet:" in done.stdout
+    assert "--num-layers N" in done.stdout and "transformer:" in done.stdout and "no effect:" in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------------- YAML

@@ -20,12 +20,9 @@ from megatron_lite.config import KINDS, flags_of
 from megatron_lite.errors import ConfigError
 from megatron_lite.training.arguments import CONFIGS, build_parser, parse_args
 from megatron_lite.training.flag_aliases import ALIASES, foreign, translate
-from megatron_lite.training.flag_tables import CAPABILITIES, NOTICES, PENDING_VALUES, REASONS, Row, pending, refused
+from megatron_lite.training.flag_tables import NOTICES, REASONS, REFUSED_VALUES, Row, noted, refused
 
 ROOT = Path(__file__).parents[3]
-
-# What is refused because it comes later: capability -> number of flags. The list only gets shorter.
-PENDING = {}
 
 
 class Known(NamedTuple):
@@ -115,29 +112,21 @@ def test_old_spellings_of_the_golden_table_are_translated() -> None:
 def test_no_flag_is_declared_twice() -> None:
     spellings = [s for config in CONFIGS for flag in flags_of(config) for s in flag.spellings]
     assert max(Counter(spellings).values()) == 1
-    rows = [s for row in (*pending(), *refused()) for s in (*row.flag.spellings, *row.flag.negations)]
+    rows = [s for row in (*noted(), *refused()) for s in (*row.flag.spellings, *row.flag.negations)]
     assert max(Counter(rows).values()) == 1
     assert not set(ALIASES) & {*spellings, *rows}
 
 
-def test_rows_about_declared_flags_agree_with_the_declaration() -> None:
-    declared = {flag.spellings[0]: flag for config in CONFIGS for flag in flags_of(config)}
-    twice = [row for row in pending() if row.flag.spellings[0] in declared]
-    for row in twice:
-        flag = declared[row.flag.spellings[0]]
-        assert (flag.dest, flag.kind, flag.default) == (row.flag.dest, row.flag.kind, row.flag.default)
+def test_no_flag_waits_for_its_capability() -> None:
+    """A flag is of a config, or noted, or refused, and never of two of these."""
+    declared = {spelling for config in CONFIGS for flag in flags_of(config) for spelling in flag.spellings}
+    assert not declared & {spelling for row in (*noted(), *refused()) for spelling in row.flag.spellings}
 
 
 def test_keys_of_the_tables_have_their_text() -> None:
-    assert {row.key for row in pending()} <= {*CAPABILITIES, *NOTICES}
-    assert {row.key for row in refused()} == set(REASONS)
-    used = {row.key for row in pending()} | {key for values in PENDING_VALUES.values() for key in values.values()}
-    assert used >= {*CAPABILITIES, *NOTICES}
-
-
-def test_what_has_not_landed_is_listed_here() -> None:
-    found = Counter(row.key for row in pending() if row.key in CAPABILITIES)
-    assert dict(sorted(found.items())) == PENDING
+    assert {row.key for row in noted()} == set(NOTICES)
+    values = {key for values in REFUSED_VALUES.values() for key in values.values()}
+    assert {row.key for row in refused()} | values == set(REASONS)
 
 
 def another_value(row: Row) -> list[str]:
@@ -178,19 +167,12 @@ def problems(rows: list[Row]) -> dict[str, str]:
     return {re.split(r"[ :]", item)[0]: item for item in items[1:]}
 
 
-def test_a_flag_that_has_not_landed_stops_the_run_and_says_so() -> None:
-    rows = [row for row in pending() if row.key in CAPABILITIES]
-    found = problems([*rows, *refused()[:2]])  # of one problem alone there is no list
-    for row in rows:
-        what, alternative = CAPABILITIES[row.key]
-        text = found[another_value(row)[0]]
-        assert f": {what} has not landed yet" in text and f"fix: {alternative}" in text
-
-
-def test_values_that_have_not_landed_stop_the_run_and_say_so() -> None:
-    for name, values in PENDING_VALUES.items():
-        for value in values:
-            assert "has not landed yet" in outcome([f"--{name.replace('_', '-')}", value])
+def test_values_that_are_refused_stop_the_run_with_reason_and_alternative() -> None:
+    for name, values in REFUSED_VALUES.items():
+        for value, key in values.items():
+            reason, alternative = REASONS[key]
+            text = outcome([f"--{name.replace('_', '-')}", value])
+            assert f"{value} is not supported: {reason}" in text and f"fix: {alternative}" in text
 
 
 def test_a_foreign_flag_is_refused_with_reason_and_alternative() -> None:
@@ -203,7 +185,7 @@ def test_a_foreign_flag_is_refused_with_reason_and_alternative() -> None:
 
 def test_flags_of_both_tables_given_their_default_pass_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
     words = []
-    for row in (*pending(), *refused()):
+    for row in (*noted(), *refused()):
         value = row.flag.default
         if row.flag.is_switch or value in (None, [], ""):
             continue
@@ -214,7 +196,7 @@ def test_flags_of_both_tables_given_their_default_pass_in_silence(capsys: pytest
 
 
 def test_harmless_flags_say_in_one_line_what_is_done_instead(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [row for row in pending() if row.key in NOTICES]
+    rows = noted()
     words = [word for row in rows for word in another_value(row)]
     assert outcome(words) == ""
     lines = capsys.readouterr().out.splitlines()

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_lite.config import Flag, flag, flags_of
 from megatron_lite.training.arguments import CONFIGS, build_parser, parse_args
-from megatron_lite.training.flag_tables import AS_IT_IS, pending, refused
+from megatron_lite.training.flag_tables import AS_IT_IS, noted, refused
 
 ROOT = Path(__file__).parents[3]
 SOURCES = [*sorted((ROOT / "megatron_lite").rglob("*.py")), *sorted(ROOT.glob("pretrain_*.py"))]
@@ -98,13 +98,13 @@ FLAGS = [flag for config in CONFIGS for flag in flags_of(config)]
 
 def test_every_flag_is_read_or_says_why_not():
     """A flag in this list and in no table needs code that reads it, or must say what is so instead: AS_IT_IS."""
-    late = {row.flag.dest for row in pending() if not row.values}
+    late = {row.flag.dest for row in noted() if not row.values}
     assert set(unread(FLAGS, SOURCES)) - late == set(AS_IT_IS)
 
 
 def test_help_shows_no_flag_of_unknown_origin():
     """Each is of a config, of a table that answers for it, or the parser's own."""
-    known = {flag.dest for flag in FLAGS} | {row.flag.dest for row in (*pending(), *refused())} | {"help", "config"}
+    known = {flag.dest for flag in FLAGS} | {row.flag.dest for row in (*noted(), *refused())} | {"help", "config"}
     assert {action.dest for action in build_parser()._actions} - known == set()
 
 
