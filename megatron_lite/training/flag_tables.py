@@ -1,7 +1,7 @@
 """Megatron's flags that do nothing here: read from two tables beside this file.
 
-    noted_flags.tsv      what buys speed or memory on special hardware, or is obsolete: accepted, and a line says what is
-                         done instead
+    noted_flags.tsv      what buys speed or memory on special hardware, or is obsolete: accepted, and a line says what
+                         is done instead
     refused_flags.tsv    what is no part of this project (Megatron's reinforcement learning, vision, ...)
 
 Every flag of both parses with Megatron's type, choices and default; given its default it passes in silence. Columns:
