@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig
+from megatron_lite.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig, special_token
 from megatron_lite.datasets.utils import Split
 from megatron_lite.errors import ConfigError
 
@@ -27,6 +27,13 @@ class BERTMaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
         super().__post_init__()
         if self.classification_head is None:
             raise ConfigError(f"{type(self).__name__}: classification_head not given", fix="give True or False")
+        missing = [name for name in ("cls", "sep", "mask", "pad") if special_token(self.tokenizer, name) is None]
+        if missing:
+            raise ConfigError(
+                f"{type(self.tokenizer).__name__} has no token for {', '.join(missing)}",
+                why="samples of BERT begin with cls, their segments end with sep, mask is for words, pad for the rest",
+                fix="--tokenizer-type BertWordPieceLowerCase --vocab-file FILE (of `megatron-lite train-tokenizer`)",
+            )
 
 
 class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):

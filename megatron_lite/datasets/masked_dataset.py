@@ -230,7 +230,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         """For people: which sentences item `idx` is made of, and of which document."""
         first, end, _ = self.sample_index[idx].tolist()
         document = int(np.searchsorted(self.dataset.document_indices, first, side="right")) - 1
-        return f"sentences {first} to {end - 1}, in document {document} of {self.dataset_path}"
+        return f"sentences {first} to {end - 1}, in document {document} of {self.dataset_path or 'the mock data'}"
 
     def _sentences(self, idx: int) -> tuple[list[np.ndarray], int]:
         """The sentences of sample `idx`, and its target length."""

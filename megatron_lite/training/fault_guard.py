@@ -28,7 +28,7 @@ from torch import nn
 
 from megatron_lite import collectives
 from megatron_lite.checkpointing.checkpoint import on_rank_0
-from megatron_lite.errors import DataError, RankFailure, RerunElsewhere, ResultRejected
+from megatron_lite.errors import CheckpointError, DataError, RankFailure, RerunElsewhere, ResultRejected
 from megatron_lite.log import print_rank_0, rank_and_world_size, warn_rank_0
 from megatron_lite.optimizer import MegatronOptimizer
 from megatron_lite.process_groups_config import ProcessGroupCollection
@@ -254,7 +254,14 @@ class FaultGuard:
         )
         if verdict is Verdict.REPRODUCED and args.save:
             self._suspects, self._suspected = causes(found), iteration
-            self._save()
+            try:
+                self._save()
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{text}\nand the state before the step is not saved: {error.what}",
+                    why=f"{error.why}. The step gave this twice on the same device; no weight has been changed by it",
+                    fix=f"{error.fix}; then start again from the last checkpoint. Or {fix}",
+                ) from None
             raise RerunElsewhere(
                 text,
                 why="the step gave this twice on the same device; only another one can tell whether it is broken. "

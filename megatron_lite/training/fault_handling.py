@@ -33,7 +33,8 @@ class Exit(NamedTuple):
 
 
 class SignalWatch:
-    """Notes signals instead of dying from them; `received` is the first one that this rank got.
+    """Notes signals instead of dying from them; `received` is the first one that this rank got, or the first that
+    asks for a save, whatever came before it.
 
     Args:
         saving, leaving: signals that ask for a save and an end, and for an end alone.
@@ -52,7 +53,8 @@ class SignalWatch:
         return cls(saving, leaving) if saving | leaving else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
+        if not self.received or (number in self._saving and self.received not in self._saving):
+            self.received = number
 
     @property
     def code(self) -> int:

@@ -1,6 +1,7 @@
 """What a run has logged, read back: `metrics.jsonl` -> series by iteration, and the numbers that one looks for first.
 
-A resumed run repeats the iterations after its checkpoint: of two entries the later one counts. No torch here.
+A resumed run repeats the iterations after its checkpoint: of two entries the later one counts. A rollback undoes those
+behind its checkpoint, also where they are not repeated. No torch here.
 """
 
 from __future__ import annotations
@@ -96,6 +97,10 @@ def read_metrics(path: Path) -> Metrics:
     for line in lines:
         try:
             row = json.loads(line)
+            if "rolled_back_to" in row:
+                last = int(row["rolled_back_to"])
+                train, validation = ({i: v for i, v in rows.items() if i <= last} for rows in (train, validation))
+                continue
             iteration = int(row["iteration"])
         except (ValueError, KeyError, TypeError):
             continue

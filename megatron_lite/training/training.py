@@ -278,7 +278,8 @@ class Loop:
         self._note("start of training")
         try:
             while args.iteration < args.train_iters:
-                self._iterate()
+                if not self._iterate():
+                    continue  # a checkpoint's own iteration is no reason to leave behind it
                 leave = exit_reason(args, args.iteration, self.exit_signal)
                 if leave is not None and args.iteration < args.train_iters:
                     if leave.saves:
@@ -297,8 +298,10 @@ class Loop:
                 self.exit_signal.restore()
         return True
 
-    def _iterate(self) -> None:
+    def _iterate(self) -> bool:
+        """An iteration and what is due behind it. Returns: False where the run went back to a checkpoint instead."""
         args = self.args
+        done = True
         microbatches = get_num_microbatches()
         update_num_microbatches(args.consumed_train_samples, consistency_check=True)
         if get_num_microbatches() != microbatches and args.iteration and args.save:
@@ -314,11 +317,13 @@ class Loop:
         elif iteration in self.guard.left_out:
             self._skip(batch, "its result was bad before")
         else:
-            self._step(iteration, batch)
+            done = self._step(iteration, batch)
+        self.profiler.after_step(iteration)
+        if not done:
+            return False
         hashes = args.check_weight_hash_across_dp_replicas_interval
         if hashes and iteration % hashes == 0:
             self._pause(lambda: check_weight_hashes(self.model, iteration, self.pg_collection))
-        self.profiler.after_step(iteration)
         due = args.eval_interval and iteration % args.eval_interval == 0
         if due and iteration >= (args.start_eval_at_iter or 0) and self.valid_data:
             self._pause(lambda: self._evaluate(self.valid_data, f"iteration {iteration}"))
@@ -329,8 +334,10 @@ class Loop:
             self._save()
         elif args.save and rolling and iteration % rolling == 0:
             self._pause(self.saves.save_rolling)
+        return True
 
-    def _step(self, iteration: int, batch: int) -> None:
+    def _step(self, iteration: int, batch: int) -> bool:
+        """Returns: whether the iteration is done; else the run is back at its last checkpoint."""
         args, guard = self.args, self.guard
         optimizer, scheduler = self.optimizer, self.scheduler
         assert optimizer is not None and scheduler is not None and guard is not None, "a run set up without training"
@@ -359,7 +366,7 @@ class Loop:
         measured = self.diagnostics.after_step(iteration)
         if result is None:
             self._pause(self._roll_back)
-            return
+            return False
         args.iteration = iteration
         args.consumed_train_samples += batch
         args.num_floating_point_operations_so_far += num_floating_point_operations(args, batch)
@@ -372,6 +379,7 @@ class Loop:
             if self.watch is not None:
                 self.watch.set_limit(self._timeout_after_init)
             self._timeout_after_init = None
+        return True
 
     def _roll_back(self) -> None:
         """Go on from the last checkpoint, as a start with `--load` would."""
@@ -381,7 +389,7 @@ class Loop:
         train, self.valid_data, self.test_data = self.build_data()
         assert train is not None, "what was trained on before"
         self.guard.read_from(self._train_data(train))
-        self.log.start_over()
+        self.log.roll_back()
 
     def _train_data(self, train: Iterator[Any]) -> Iterator[Any] | list[Iterator[Any]]:
         """What steps read, for each chunk."""

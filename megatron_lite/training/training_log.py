@@ -274,6 +274,20 @@ class TrainingLog:
         self.experts.start_over()
         self._counted = self._skipped = self._nan = self._iterations = self._tokens = 0
 
+    def roll_back(self) -> None:
+        """The run goes on from `args.iteration` again: what was logged behind it is undone. Collective."""
+        args = self.args
+        self.start_over()
+        self.timers("interval-time").reset()
+        self.energy.read(reset=True)  # was used, so it counts in the total
+        self.write_metrics({"rolled_back_to": args.iteration})
+        if self.writer:
+            self.writer.close()  # the next event opens another file
+            try:
+                forget_after(args.tensorboard_dir, args.iteration, args.consumed_train_samples)
+            except OSError as error:
+                say(f"WARNING: {args.tensorboard_dir} shows steps that were undone: {error}", sys.stderr)
+
     def _progress(self, iteration: int, result: StepResult) -> None:
         """A line that overwrites itself between log lines, on a terminal only."""
         done = iteration - self._first_iteration

@@ -11,7 +11,9 @@ import torch
 
 from megatron_lite.checkpointing import folders
 from megatron_lite.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron_lite.training.report_metrics import read_metrics
 from tests.e2e.launch import TINY, Finished, checkpoint_tensors, run
+from tests.e2e.test_log_and_exit import scalars
 
 pytestmark = pytest.mark.slow
 POISONED = "tests/e2e/poisoned_gpt.py"
@@ -106,3 +108,22 @@ def test_deterministic_runs_are_equal_bit_for_bit_and_check_their_replicas(train
             f">>> Weight hashes match after {n} iterations..." for n in (0, 2, 4)
         ]
     assert _same(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_rollback_is_no_iteration(tmp_path):
+    """It began behind a checkpoint whose iteration is one of --exit-interval, and the bad one was to be evaluated.
+
+    The run left at once, at every start anew; and the weights of iteration 4 were evaluated as those of iteration 6.
+    """
+    save, curves = tmp_path / "save", tmp_path / "curves"
+    flags = "--fault nan-loss --fault-iteration 6 --on-bad-loss rollback --exit-interval 4 --save-interval 100"
+    flags += " --train-iters 12 --eval-interval 3 --tensorboard-log-interval 1 --bad-loss-window 2"
+    words = [*TINY, *flags.split(), "--save", save, "--load", save, "--tensorboard-dir", curves, "--eval-iters", 1]
+    run(*words, script="tests/e2e/faulty_gpt.py").ok()
+    second = run(*words, script="tests/e2e/faulty_gpt.py").ok()
+    assert [int(line["iteration"]) for line in second.lines] == [5, 7, 8]
+    assert "exiting program at iteration 8" in second.out
+    assert second.out.count("validation loss at iteration 6") == 1
+    assert second.out.index("skipped iteration 6") < second.out.index("validation loss at iteration 6")
+    assert list(scalars(curves)["lm loss"]) == [1, 2, 3, 4, 7, 8]
+    assert list(read_metrics(save / "metrics.jsonl").train) == [1, 2, 3, 4, 7, 8]

@@ -11,6 +11,7 @@ from megatron_lite.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERT
 from megatron_lite.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron_lite.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_lite.errors import ConfigError, DataError
+from megatron_lite.tokenizers.null import NullTokenizer
 
 WORDS = "[PAD] [CLS] [SEP] [MASK] the cat sat play ##ing ##s on mat a dog ran far and big red sun".split()
 SENTENCES = [[4, 5, 6, 10, 4, 11], [12, 13, 14, 15], [4, 18, 19, 7, 8, 16, 7, 9]]
@@ -243,3 +244,10 @@ def test_mock_data_have_samples_for_all_splits_and_no_special_tokens_but_those_o
     assert sample["text"][0] == 1 and sample["padding_mask"].sum() > 4
     originals = np.where(sample["labels"] >= 0, sample["labels"], sample["text"])[sample["padding_mask"] == 1]
     assert (originals == 2).sum() == 2 and not (originals == 3).any() and not (originals == 0).any()
+
+
+def test_a_tokenizer_without_the_tokens_of_bert_is_refused_before_a_sample_is_made():
+    """A worker of the loader met the missing token, and its traceback named no flag."""
+    with pytest.raises(ConfigError, match="NullTokenizer has no token for cls, sep, mask") as error:
+        config(tokenizer=NullTokenizer(100))
+    assert "--tokenizer-type BertWordPieceLowerCase" in error.value.fix

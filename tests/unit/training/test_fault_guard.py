@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lite.errors import DataError, RankFailure
+from megatron_lite.errors import CheckpointError, DataError, RankFailure
 from megatron_lite.training.fault_guard import FaultGuard, _tracked
-from megatron_lite.training.rerun import Phase, Rejection
+from megatron_lite.training.rerun import Phase, Rejection, Verdict
 from megatron_lite.training.train_step import StepResult
 
 BAD = Rejection(0, "gradients", "nan", math.nan, None, "rank 0: NaN in a gradient", "node", "cpu")
@@ -45,3 +45,18 @@ def test_a_tracker_file_that_is_not_there_names_nothing_and_one_that_cannot_be_r
     path.mkdir()
     with pytest.raises(DataError, match="cannot be read"):
         _tracked(Namespace(result_rejected_tracker_filename=str(path)))
+
+
+def test_where_the_state_cannot_be_saved_the_error_still_names_the_bad_step_and_its_report():
+    """A full disk must not hide why the run ended."""
+
+    def full():
+        raise CheckpointError("cannot save to /x", why="no space is left", fix="delete something")
+
+    guard = _guard([BAD])
+    guard.args, guard._save = Namespace(save="/x", iteration=2), full
+    with pytest.raises(CheckpointError) as error:
+        guard._stop(3, [BAD], Verdict.REPRODUCED, f"{BAD.text}\nreport: /x/faults/iteration_0000003.txt")
+    text = str(error.value)
+    assert "NaN in a gradient" in text and "report: /x/faults" in text and "cannot save to /x" in text
+    assert "no space is left" in text and "delete something" in text and "--iterations-to-skip 3" in text

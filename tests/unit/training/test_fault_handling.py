@@ -59,6 +59,19 @@ def test_another_rank_that_wants_a_save_has_its_way(monkeypatch):
     assert exit_reason(args, 7, watch) == Exit("exiting program after receiving SIGTERM.")
 
 
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_a_rank_that_gets_both_signals_saves_whichever_came_first(numbers):
+    """Ctrl-C, then a scheduler's SIGTERM before the step is over."""
+    args = _args(exit_signal_handler=True, exit_signal_handler_for_training=True)
+    watch = SignalWatch.of(args)
+    try:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        assert exit_reason(args, 7, watch) == Exit("exiting program after receiving SIGTERM.")
+    finally:
+        watch.restore()
+
+
 def test_a_lost_run_gives_in_to_the_signal_that_it_had_put_off():
     """torchrun waits for the survivors of a lost rank, which can neither go on nor save."""
     got = []

@@ -50,6 +50,14 @@ def test_of_repeated_iterations_the_later_counts(tmp_path):
     assert read_metrics(folder / "metrics.jsonl").series("lm loss") == ([10, 20, 30], [5.0, 4.0, 3.0])
 
 
+def test_iterations_that_a_rollback_undid_are_gone_even_if_they_never_come_again(tmp_path):
+    rows = [{"iteration": i, "lm loss": 6.0 - i} for i in (1, 2, 3)]
+    rows += [{"iteration": 3, "validation": {"lm loss": 9.0}}, {"rolled_back_to": 1}, {"iteration": 4, "lm loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert list(metrics.train) == [1, 4] and not metrics.validation
+
+
 def test_a_line_torn_by_a_kill_is_left_out_even_in_the_middle(tmp_path):
     folder = write(tmp_path, [entry(10, 5.0)])
     with (folder / "metrics.jsonl").open("a") as file:
