@@ -218,9 +218,8 @@ class GPTDataset(MegatronDataset):
         last -= last > first and end + self._extra == 0
         documents = self.document_index[first : last + 1].tolist()
         shown = ", ".join(map(str, documents[:8])) + (f" and {len(documents) - 8} more" if len(documents) > 8 else "")
-        return (
-            f"document{'s' * (len(documents) > 1)} {shown} of {self.dataset_path}, from token {begin} of the first on"
-        )
+        corpus = self.dataset_path or "the mock data"
+        return f"document{'s' * (len(documents) > 1)} {shown} of {corpus}, from token {begin} of the first on"
 
     def _text(self, idx: int) -> tuple[np.ndarray, list[int]]:
         """The tokens of item `idx`, int64 `[s + x]`, padded on the right where the corpus ends before; and how many of

@@ -258,6 +258,16 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
     # -- faults
     ("spiky_loss_*", lambda a: a.check_for_spiky_loss, "--check-for-spiky-loss"),
     ("bad_loss_window", lambda a: a.on_bad_loss == "rollback", "--on-bad-loss rollback"),
+    (
+        "on_bad_loss result_rejected_tracker_filename",
+        lambda a: (
+            a.check_for_nan_in_loss_and_grad
+            or a.check_for_spiky_loss
+            or a.check_for_large_grads
+            or a.error_injection_rate > 0
+        ),
+        "--check-for-nan-in-loss-and-grad",
+    ),
     ("bad_loss_limit", lambda a: a.on_bad_loss != "stop", "--on-bad-loss skip"),
     ("error_injection_type", lambda a: a.error_injection_rate > 0, "--error-injection-rate N"),
     # -- evaluation and logs

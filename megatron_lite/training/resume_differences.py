@@ -13,6 +13,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from megatron_lite.checkpointing.checkpoint_config import CheckpointConfig
@@ -256,6 +257,14 @@ def check_args(
         found += _of_training(args, saved, {difference.name for difference in found}, same_tokenizer)
     force = getattr(args, "force", None)
     forced = [name.lstrip("-").replace("-", "_") for name in force or ()]
+    unknown = [name for name in forced if name not in vars(args) and name not in saved]
+    if unknown:
+        near = get_close_matches(unknown[0], vars(args), n=1)
+        raise CheckpointError(
+            f"--force {' '.join(unknown)}: no argument has this name",
+            why="it names the arguments that may differ from the checkpoint's",
+            fix=f"did you mean {near[0]}?" if near else "the names that the refusal without --force tells",
+        )
     refused: list[Difference] = []
     told: list[Difference] = []
     for difference in found:

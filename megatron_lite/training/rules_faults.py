@@ -1,7 +1,8 @@
-"""Rules for the flags about faulty results, as one table."""
+"""Rules for the flags about faulty results and early ends, as one table."""
 
 from __future__ import annotations
 
+import signal
 from argparse import Namespace
 from typing import Any
 
@@ -23,7 +24,15 @@ def _lost(a: Namespace) -> bool | dict[str, Any]:
     return a.on_bad_loss == "rollback" and bool(left_out) and {"left_out": flag_of(left_out[0])}
 
 
+_UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
+
 FAULTS: tuple[Rule, ...] = (
+    Rule(
+        lambda a: a.exit_signal_handler and a.exit_signal in _UNCATCHABLE,
+        "--exit-signal {exit_signal} with --exit-signal-handler",
+        "SIGKILL and SIGSTOP cannot be caught by a process",
+        "--exit-signal SIGTERM",
+    ),
     *(
         positive(name)
         for name in ("check_weight_hash_across_dp_replicas_interval", "spiky_loss_window", "bad_loss_window")

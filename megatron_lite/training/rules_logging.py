@@ -48,6 +48,18 @@ LOGGING: tuple[Rule, ...] = (
         "the profile ends before it starts",
         "a larger --profile-step-end",
     ),
+    Rule(
+        lambda a: a.profile and bool(a.train_iters) and a.profile_step_start > a.train_iters,
+        "--profile-step-start {profile_step_start} with --train-iters {train_iters}",
+        "the run ends before its profile begins",
+        "a smaller --profile-step-start",
+    ),
+    Rule(
+        lambda a: bool(a.profile_ranks) and not 0 <= min(a.profile_ranks) <= max(a.profile_ranks) < a.world_size,
+        "--profile-ranks {profile_ranks} in a world of {world_size}",
+        "ranks are numbered from 0, and one that is not there profiles nothing",
+        "--profile-ranks 0",
+    ),
 )
 
 

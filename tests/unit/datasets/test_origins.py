@@ -4,7 +4,9 @@ import re
 
 import numpy as np
 
+from megatron_lite.datasets.gpt_dataset import MockGPTDataset
 from megatron_lite.datasets.retro_dataset import RetroDataset
+from megatron_lite.tokenizers.null import NullTokenizer
 from tests.unit.datasets import test_masked_dataset as masked
 from tests.unit.datasets import test_sft_dataset as chats
 from tests.unit.datasets.corpora import build, write_corpus
@@ -71,3 +73,9 @@ def test_a_retro_sample_names_that_of_the_gpt_data():
         3, Samples(), np.zeros((0, 1)), None, chunk_length=2, num_neighbors=1, num_retrieved_chunks=1
     )
     assert dataset.origin(4) == "sample 1 of the GPT data: number 1"
+
+
+def test_made_up_data_are_named_as_such():
+    gpt = build(None, (4, None, None), cls=MockGPTDataset, split=None, tokenizer=NullTokenizer(99))[0]
+    sentences = masked.build(None, (4, None, None), split=None)[0]
+    assert "of the mock data, from token" in gpt.origin(0) and sentences.origin(0).endswith(" of the mock data")

@@ -97,6 +97,7 @@ ON = {
     "use_mp_args_from_checkpoint_args": {"use_checkpoint_args": True},
     "no_load_optim": {"pretrained_checkpoint": "x"},
     "spiky_loss_*": {"check_for_spiky_loss": True},
+    "on_bad_loss": {"check_for_large_grads": True},
     "bad_loss_window": {"on_bad_loss": "rollback"},
     "bad_loss_limit": {"on_bad_loss": "rollback"},
     "error_injection_type": {"error_injection_rate": 1},
@@ -116,6 +117,7 @@ ON = {
 }
 # What switches those off that are on by default.
 OFF = {
+    "on_bad_loss": {"check_for_nan_in_loss_and_grad": False},
     "bias_gelu_fusion": {"swiglu": True},
     "openai_gelu": {"squared_relu": True},
     "lm_head_bias": {"untie_embeddings_and_output_weights": True},
@@ -177,7 +179,7 @@ ALWAYS = """
     config_logger_dir record_memory_history dump_param_to_param_group_map log_memory_interval log_device_memory_used
     log_max_attention_logit log_energy save_params_interval save_activations_interval save_wgrads_interval
     save_dgrads_interval train_sync_interval use_torch_fsdp2 use_megatron_fsdp strict_fsdp_dtensor_load
-    rerun_mode check_for_spiky_loss on_bad_loss result_rejected_tracker_filename error_injection_rate fake_process_group
+    rerun_mode check_for_spiky_loss error_injection_rate fake_process_group
 """.split()
 FLAGS = {flag.dest: flag for config in CONFIGS for flag in flags_of(config)}
 # (the row's first name, the name of a flag), by the row that tells it first.

@@ -72,6 +72,13 @@ def test_force_with_names_allows_these_alone(capsys):
     assert resume(capsys, "--global-batch-size 8 --force global-batch-size")
 
 
+def test_a_name_behind_force_that_no_argument_has_is_an_error(capsys):
+    """It allowed nothing, in silence."""
+    with pytest.raises(CheckpointError, match="--force global_batchsize: no argument has this name") as error:
+        resume(capsys, "--force global-batchsize")
+    assert error.value.fix == "did you mean global_batch_size?"
+
+
 def test_all_differences_stand_in_one_refusal(capsys):
     with pytest.raises(CheckpointError) as error:
         resume(capsys, "--seed 5 --clip-grad 0.5 --hidden-size 16")

@@ -434,6 +434,9 @@ BROKEN = [
     ("--wandb-project x", "", ["--wandb-exp-name"]),
     ("--save-wgrads-interval 5", "", ["--save-wgrads-interval 5 without --save", "--save FOLDER"]),
     ("--profile --profile-step-start 5 --profile-step-end 5", "", ["--profile-step-end 5"]),
+    ("--profile --profile-step-start 11", "", ["--profile-step-start 11 with --train-iters 10"]),
+    ("--profile --profile-ranks 0 1", "", ["--profile-ranks", "in a world of 1"]),
+    ("--exit-signal SIGKILL --exit-signal-handler", "", ["--exit-signal 9 with --exit-signal-handler", "SIGTERM"]),
 ]
 
 
