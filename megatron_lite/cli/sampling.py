@@ -66,7 +66,8 @@ def next_token_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     logits = logits.float()
     if sampling.is_greedy:
         return torch.zeros_like(logits).scatter(0, logits.argmax(0, keepdim=True), 1.0)
-    logits = logits / sampling.temperature
+    # From the largest one, and by no less than fp32 can hold: a tiny temperature makes -inf of the others, never NaN.
+    logits = (logits - logits.max()) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
     if sampling.top_k:
         logits = keep_top_k(logits, sampling.top_k)
     if 0.0 < sampling.top_p < 1.0:

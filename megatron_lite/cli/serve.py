@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> Any:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit():
+        if not (length.isascii() and length.isdigit() and len(length) <= 20):
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "the header Content-Length says how long the JSON is")
         if int(length) > _MOST_BYTES:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{length} bytes; a request has at most {_MOST_BYTES}")

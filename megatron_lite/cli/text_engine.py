@@ -249,15 +249,22 @@ class Engine:
         logits = self.model(ids, context.positions, context.attention_mask, inference_context=context)
         self.tokens += ids.numel()
         for job, row in zip(jobs, logits):
-            row = row[:, : self.vocab_size]
-            job.stored += new
-            if job.pending == 0 and job.limit > 0:
-                token = next_token(row[-1], job.sampling, job.generator)
-                job.ids.append(token)
-                job.answer.append(token)
-            self._note(job, row, new)
-            if job.pending == 0 or len(job.answer) >= job.limit > 0 or (job.answer and job.ends(job.answer)):
+            try:
+                is_done = self._go_on(job, row[:, : self.vocab_size], new)
+            except Exception as error:  # of this one: a draw, a text
+                job.error, is_done = error, True
+            if is_done:
                 self._finish(job)
+
+    def _go_on(self, job: Job, logits: Tensor, new: int) -> bool:
+        """What the model said after its last `new` tokens, `[new, v]`, becomes the next one. Whether that was all."""
+        job.stored += new
+        if job.pending == 0 and job.limit > 0:
+            token = next_token(logits[-1], job.sampling, job.generator)
+            job.ids.append(token)
+            job.answer.append(token)
+        self._note(job, logits, new)
+        return job.pending == 0 or len(job.answer) >= job.limit > 0 or bool(job.answer and job.ends(job.answer))
 
     def _note(self, job: Job, logits: Tensor, new: int) -> None:
         """Log-probabilities of the tokens after each of the last `new` ones that the model saw."""

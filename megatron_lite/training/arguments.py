@@ -44,6 +44,7 @@ from megatron_lite.training.flag_tables import (
     noted,
     refused,
 )
+from megatron_lite.training.fully_sharded import is_alone
 from megatron_lite.training.idle_flags import idle
 from megatron_lite.training.launch import Launch, read_launch
 from megatron_lite.transformer.mla_config import LatentAttentionConfig
@@ -404,6 +405,8 @@ def ddp_config_from_args(args: argparse.Namespace, module: nn.Module | None = No
         # A dynamic loss scale finds its size by overflowing: there Inf skips the step instead of ending the run.
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not (args.fp16 and args.loss_scale is None),
         align_param_gather=args.align_param_gather,
+        # Nothing to share out leaves the optimizer's state as the largest part that may be, over one rank.
+        data_parallel_sharding_strategy="optim" if is_alone(args) else args.data_parallel_sharding_strategy,
         # The flags say for themselves what is done instead; the config refuses its fields.
         delay_wgrad_compute=False,
         outer_dp_sharding_strategy="no_shard",

@@ -26,6 +26,11 @@ def is_full(args: Namespace) -> bool:
     return args.use_torch_fsdp2 or (args.use_megatron_fsdp and args.data_parallel_sharding_strategy not in _WHOLE)
 
 
+def is_alone(args: Namespace) -> bool:
+    """Whether weights are asked to be sharded, and every copy of the model is on one rank: plain buffers hold them."""
+    return is_full(args) and not args.is_fully_sharded
+
+
 def derive_fully_sharded(args: Namespace, notices: list[str], warnings: list[str]) -> None:
     """Which kind of data parallelism runs; `args.data_parallel_size` is known."""
     given = args.use_torch_fsdp2 or args.use_megatron_fsdp
@@ -143,6 +148,12 @@ GIVEN = (
         "--megatron-fsdp-main-params-dtype {megatron_fsdp_main_params_dtype} with a model of 16 bits",
         "an update of 1e-4 of a weight is lost in 16 bits: the optimizer keeps fp32, which is all that a rank keeps",
         "--megatron-fsdp-main-params-dtype fp32",
+    ),
+    Rule(
+        lambda a: a.suggested_communication_unit_size is not None and a.suggested_communication_unit_size < 1,
+        "--suggested-communication-unit-size {suggested_communication_unit_size}",
+        "it is a number of parameters, up to which layers are gathered ahead",
+        "1 or more, or leave it out: one layer ahead",
     ),
     Rule(
         lambda a: not a.strict_fsdp_dtensor_load and not (a.use_torch_fsdp2 or a.use_megatron_fsdp),

@@ -56,6 +56,13 @@ def test_the_likeliest_token_stays_under_the_smallest_top_p():
     assert probabilities.tolist() == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-46, 5e-324])
+@pytest.mark.parametrize("more", [{}, {"top_k": 2}, {"top_p": 0.9}])
+def test_a_temperature_that_fp32_cannot_hold_leaves_the_likeliest(temperature, more):
+    probabilities = next_token_probabilities(torch.tensor([0.0, 5.0, 1.0]), Sampling(temperature=temperature, **more))
+    assert probabilities.tolist() == [0.0, 1.0, 0.0]
+
+
 def test_draws_follow_the_probabilities_and_the_seed():
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
     sampling = Sampling(temperature=0.7, top_k=3)

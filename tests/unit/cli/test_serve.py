@@ -227,6 +227,8 @@ def test_other_mistakes_have_their_own_status(client):
     assert client.send({}, path="/other")[0] == 404
     assert client.send(b"", method="GET", path="/api")[0] == 404
     assert client.send(b"{}", headers={"Content-Length": str(2**30)})[0] == 413
+    for length in ("\xb2", "-2", "9" * 5000):
+        assert client.send(b"{}", headers={"Content-Length": length})[0] == 411
     status, answer = client.send(b"", method="GET", path="/health")
     assert status == 200 and answer["status"] == "ok"
 

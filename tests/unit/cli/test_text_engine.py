@@ -248,6 +248,19 @@ def test_a_step_that_fails_fails_its_jobs_and_no_others(model):
         texts.submit(jobs(1))
 
 
+def test_a_job_that_fails_in_a_step_of_many_fails_alone(model):
+    def fails(answer):
+        raise RuntimeError("no text of it")
+
+    texts, others, (odd,) = engine(model, continuous=True), jobs(3), jobs(1, seed=5)
+    odd.ends, odd.limit = fails, 16
+    texts.submit([*others, odd])
+    finish(texts)
+    assert "no text of it" in str(odd.error) and odd.done.is_set()
+    assert all(job.error is None and job.answer == alone(model, job) for job in others)
+    assert texts.cache.num_free == texts.cache.num_blocks
+
+
 def test_a_line_every_so_many_steps_says_what_runs(model):
     lines = []
     texts = engine(model, continuous=True)

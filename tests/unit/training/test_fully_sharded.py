@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from megatron_lite.distributed import TorchFullyShardedDataParallelConfig
-from megatron_lite.training.arguments import fully_sharded_config_from_args, parse_args, validate_args
+from megatron_lite.training.arguments import (
+    ddp_config_from_args,
+    fully_sharded_config_from_args,
+    parse_args,
+    validate_args,
+)
 from megatron_lite.training.memory_estimate import memory_of
 
 SHAPE = (
@@ -34,6 +39,15 @@ def resolved(flags: str, ranks: int = 4):
 def test_each_strategy_runs_the_kind_of_data_parallelism_that_it_names(flags, sharded_optimizer, fully):
     args = resolved(flags)
     assert (args.use_distributed_optimizer, args.is_fully_sharded) == (sharded_optimizer, fully)
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--tensor-model-parallel-size 2")])
+def test_one_rank_a_copy_gets_buffers_that_the_plain_wrapper_takes(strategy, ranks, flags):
+    args = resolved(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy} {flags}", ranks)
+    assert args.data_parallel_sharding_strategy == strategy  # as typed, for whoever resumes on more ranks
+    config = ddp_config_from_args(args)
+    assert (config.data_parallel_sharding_strategy, config.use_distributed_optimizer) == ("optim", True)
 
 
 def test_what_is_done_otherwise_is_told(capsys):

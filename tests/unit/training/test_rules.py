@@ -52,6 +52,11 @@ BROKEN = [
         "",
         ["--init-model-with-meta-device with --data-parallel-sharding-strategy optim"],
     ),
+    (
+        "--use-megatron-fsdp --suggested-communication-unit-size -4",
+        "",
+        ["--suggested-communication-unit-size -4", "1 or more"],
+    ),
     ("--use-megatron-fsdp --fsdp-manual-registration", "", ["--fsdp-manual-registration without --use-nccl-ub"]),
     (
         "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard --megatron-fsdp-grad-comm-dtype bf16",
