@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megatron_lite
+from megatron_lite.errors import ConfigError
 from megatron_lite.planning.dry_run import stage_sizes
 from megatron_lite.training import global_vars
 from megatron_lite.training.arguments import parse_args, validate_args
@@ -28,6 +29,8 @@ CHECKOUT = Path(megatron_lite.__file__).resolve().parent.parent
 def main(argv: Sequence[str]) -> None:
     """The verb."""
     own, words = _parser().parse_known_args(list(argv))
+    if own.ranks < 1:
+        raise ConfigError(f"--ranks {own.ranks}", why="a run has a process at least", fix="--ranks 1, or more")
     script = load_script(own.script or CHECKOUT / FAMILIES["gpt"].script)
     args = parse_args(words, extra_args_of(script), args_defaults_of(script))
     args.rank, args.world_size = 0, own.ranks

@@ -5,6 +5,7 @@ Bytes per parameter, with d the ranks that share the optimizer's state (ZeRO-1: 
     fp32          4 + 4 + 8/d                 weights, gradients, Adam's moments
     bf16, fp16    2 + 4 (or 2) + (4 + 8)/d    the optimizer keeps weights in fp32 besides
     fully sharded 4/d + 4/d + 8/d             in any format; layers that run have whole weights besides
+    nothing moves weights alone               --freeze-all-layers; --skip-train, which shards none either
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ def memory_of(args: Namespace, dense: int, experts: int = 0) -> Memory:
                 args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size),
             )
         ]
+    held = params // shares[0]
+    if args.skip_train or args.freeze_all_layers:
+        is_cut = args.is_fully_sharded and not args.skip_train
+        return Memory(held * 4 if is_cut else params * item, 0, 0)
     if args.is_fully_sharded:
-        held = params // shares[0]
         return Memory(held * 4, held * 4, held * _moment_bytes(args))
     optimizer = dense * state // shares[0] + experts * state // shares[1]
     return Memory(params * item, params * grad_item, optimizer)

@@ -90,7 +90,14 @@ def fp8_problems(config: Any) -> Iterator[ConfigError]:
             why="Megatron has it with other recipes only, and runs should mean the same there and here",
             fix="--fp8-recipe tensorwise, blockwise or mxfp8",
         )
-    most = (config.num_layers or 0) // max(config.pipeline_model_parallel_size, 1)
+    first, last, layers = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16, config.num_layers or 0
+    if first + last >= layers > 0:
+        yield ConfigError(
+            f"--first-last-layers-bf16 with {first} layers at the start and {last} at the end, of {layers}",
+            why="no layer is left to cast, and the run would not be one in FP8",
+            fix="smaller --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16, or leave --fp8-format out",
+        )
+    most = layers // max(config.pipeline_model_parallel_size, 1)
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if not 0 <= getattr(config, name) <= most:
             yield ConfigError(

@@ -64,6 +64,14 @@ def test_loss_is_the_cross_entropy_of_the_logits_with_labels_in_batch_order():
     torch.testing.assert_close(loss, F.cross_entropy(logits.transpose(1, 2), labels, reduction="none"))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_loss_is_no_view_of_another_tensor(batch):
+    """Of a fully sharded model torch warns about a view, once on every rank."""
+    tokens, positions = torch.randint(0, 64, (batch, 8)), torch.arange(8).expand(batch, -1)
+    loss = build()(tokens, positions, None, labels=tokens)
+    assert loss.is_contiguous() and not loss._is_view()
+
+
 def test_a_padded_vocabulary_takes_part_but_is_never_predicted():
     model = build(vocabulary=128)
     tokens = torch.randint(0, 100, (1, 8))

@@ -84,6 +84,12 @@ def test_what_cannot_start_is_told(ranks: int, layout: str) -> None:
         dry_run.main(["--ranks", str(ranks), "--vocabulary", "256", *SMALL.split(), *layout.split()])
 
 
+@pytest.mark.parametrize("ranks", ["0", "-3"])
+def test_a_world_without_a_rank_is_refused(ranks: str) -> None:
+    with pytest.raises(ConfigError, match=f"--ranks {ranks}"):
+        dry_run.main(["--ranks", ranks, "--vocabulary", "256", *SMALL.split()])
+
+
 def test_a_tokenizer_that_is_not_here_is_named() -> None:
     flags = [*SMALL.split(), "--vocab-file", str(Path("nowhere") / "vocab.json"), "--merge-file", "nowhere/merges.txt"]
     with pytest.raises(Exception, match="nowhere"):

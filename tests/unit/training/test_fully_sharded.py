@@ -92,6 +92,9 @@ def test_the_config_of_the_wrapper_follows_the_flags():
         ("--bf16 --use-torch-fsdp2", 16 / 4),
         ("--use-torch-fsdp2", 16 / 4),
         ("--use-megatron-fsdp --num-distributed-optimizer-instances 2", 16 / 2),
+        ("--bf16 --freeze-all-layers", 2.0),  # neither gradients nor moments
+        ("--bf16 --freeze-all-layers --use-torch-fsdp2", 4 / 4),
+        ("--bf16 --skip-train --use-torch-fsdp2", 2.0),  # the bare model, whole
     ],
 )
 def test_the_memory_of_a_rank_follows_the_formula(flags, bytes_per_parameter):

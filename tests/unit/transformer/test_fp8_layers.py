@@ -142,6 +142,7 @@ def test_a_nan_is_not_hidden_by_a_cast() -> None:
         ({"fp8_amax_history_len": 0}, "--fp8-amax-history-len 0"),
         ({"first_last_layers_bf16": True}, "--first-last-layers-bf16 with --fp8-recipe delayed"),
         ({"first_last_layers_bf16": True, "fp8_recipe": "mxfp8", "num_layers_at_end_in_bf16": 5}, "has 4 layers"),
+        ({"first_last_layers_bf16": True, "fp8_recipe": "mxfp8", "num_layers_at_end_in_bf16": 3}, "no layer is left"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], text: str) -> None:

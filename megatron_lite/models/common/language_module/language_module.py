@@ -111,7 +111,8 @@ class LanguageModule(MegatronModule):
         loss = vocab_parallel_cross_entropy(
             logits, labels.transpose(0, 1).contiguous(), tp_group=self.pg_collection.tp, over_logits=True
         )
-        return loss.transpose(0, 1).contiguous()
+        # A copy also where a micro-batch of 1 would do with a view: of what torch's FSDP wraps, a view is warned about.
+        return loss.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The weight that the first and last stage hold both, on those stages; else None."""
