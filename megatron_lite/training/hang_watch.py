@@ -172,6 +172,9 @@ class HangWatch:
         while missing and time.monotonic() < deadline and not self._closing:
             missing -= {rank for rank in missing if self._store.check([f"{number}/{rank}"])}
             time.sleep(0.02)
+        if missing and self._closing and stuck is None:  # the others may have ended as well: no answer means nothing
+            say(f"\nHANG REPORT: {why}: none, as the run of this rank ended before all ranks had answered", sys.stderr)
+            return
         states: list[State | None] = [
             None if rank in missing else json.loads(self._store.get(f"{number}/{rank}")) for rank in range(self.size)
         ]

@@ -1,6 +1,6 @@
 """What a run writes beside its checkpoints, by flag: a path that cannot be written is told before anything is built.
 
-Each rank tries the paths that it will write itself; `--save` has a check of its own.
+Each rank tries the paths that it will write itself, and all raise what any has found; `--save` has a check of its own.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_lite import collectives
 from megatron_lite.errors import ConfigError
 from megatron_lite.log import rank_and_world_size
 from megatron_lite.training.rule import flag_of
 
 
 def check_output_paths(args: Namespace) -> None:
-    """Make the folders that this rank writes to. Raises: ConfigError naming every flag whose path cannot be written."""
+    """Make the folders that this rank writes to. Collective over all ranks.
+
+    Raises: ConfigError naming every flag whose path cannot be written, on every rank.
+    """
     rank, size = rank_and_world_size()
     folders, files = ["config_logger_dir"], []
     if rank == size - 1:
@@ -25,7 +29,8 @@ def check_output_paths(args: Namespace) -> None:
         files += ["heartbeat_file", "result_rejected_tracker_filename", "dump_param_to_param_group_map"]
     problems = [_problem(name, getattr(args, name), is_file=False) for name in folders if getattr(args, name)]
     problems += [_problem(name, getattr(args, name), is_file=True) for name in files if getattr(args, name)]
-    found = [problem for problem in problems if problem]
+    by_rank = collectives.all_gather_object(problems, collectives.world(), purpose="paths that cannot be written")
+    found = dict.fromkeys(problem for of_rank in by_rank for problem in of_rank if problem)
     if found:
         raise ConfigError(
             "; ".join(found),

@@ -14,6 +14,7 @@ torch has one kind of range: `emit_nvtx` makes NVTX of it, the profiler writes i
 from __future__ import annotations
 
 import pickle
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,8 +119,17 @@ class Profiler:
             return
         running.stop()
         path = self._file("trace")
-        running.export_chrome_trace(str(path))
-        say(f"profile of rank {self.rank} written to {path} (open it in a browser's trace viewer)")
+        partial = path.with_name(f"{path.name}.tmp")  # torch's own: where the disk does not take it, it stays, unsaid
+        try:
+            path.unlink(missing_ok=True)  # a former run's is not to be taken for this one's
+            running.export_chrome_trace(str(path))
+            if not path.is_file():
+                raise OSError("the disk did not take the whole file")
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            say(f"WARNING: rank {self.rank}: no profile written to {path}, training goes on: {error}", sys.stderr)
+        else:
+            say(f"profile of rank {self.rank} written to {path} (open it in a browser's trace viewer)")
         if self.args.pytorch_profiler_collect_chakra:
             say(f"execution trace of rank {self.rank} written to {self._file('execution_trace')}")
 
@@ -139,9 +149,12 @@ class Profiler:
         path = Path(self.args.memory_snapshot_path)
         if self.rank:
             path = path.with_name(f"{path.stem}_rank{self.rank}{path.suffix}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            pickle.dump(torch.cuda.memory._snapshot(), file)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "wb") as file:
+                pickle.dump(torch.cuda.memory._snapshot(), file)
+        except OSError as error:
+            say(f"WARNING: rank {self.rank}: no snapshot written to {path}, training goes on: {error}", sys.stderr)
 
 
 class Ranges:

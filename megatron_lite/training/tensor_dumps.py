@@ -24,6 +24,7 @@ import sys
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,8 @@ def write_dump(save: Path, kind: str, iteration: int, parts: Iterable[tuple[Shar
         os.replace(temporary, path)
     except (OSError, RuntimeError) as problem:  # torch words a full disk as a RuntimeError
         temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # other ranks' files are there
+            folder.rmdir()
         say(f"WARNING: rank {rank}: {kind} of iteration {iteration} not written to {folder}: {problem}", sys.stderr)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_lite import collectives
 from megatron_lite.checkpointing import check_save_folder
-from megatron_lite.checkpointing.checkpoint import on_rank_0, together
+from megatron_lite.checkpointing.checkpoint import on_rank_0
 from megatron_lite.enums import ModelType
 from megatron_lite.errors import DataError, PeerLost
 from megatron_lite.log import print_rank_0, rank_and_world_size, say, warn_rank_0
@@ -117,7 +117,7 @@ def _run(
     timers = args.timers
     if args.save:  # a run that cannot save should not begin
         on_rank_0(lambda: check_save_folder(Path(args.save)), collectives.world())
-    together(lambda: check_output_paths(args), collectives.world())
+    check_output_paths(args)
     append_progress(args, "Starting job")
 
     timers("model-and-optimizer-setup", log_level=0).start(barrier=True)

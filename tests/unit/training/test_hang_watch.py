@@ -1,6 +1,11 @@
 """A report of a hang names who is waited for: ranks that did not come, that sleep, that answer no more."""
 
-from megatron_lite.training.hang_watch import causes, missing, report
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megatron_lite.training.hang_watch import HangWatch, causes, missing, report
 
 
 def call(kind, number, *, ranks=(0, 1, 2, 3), group="dp", purpose="gradients", peer=None):
@@ -65,3 +70,17 @@ def test_a_call_that_all_ranks_have_begun_hangs_in_the_network():
     assert (
         report("why", [waiting(stuck), waiting(stuck)], stuck)[1] == "  not there: nobody; all its ranks have begun it"
     )
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_report_that_the_end_of_the_run_overtakes_accuses_nobody(capsys, hangs):
+    """Asked for just before an orderly end: ranks that have ended give no answer. In a hang that is one."""
+    watch = object.__new__(HangWatch)
+    watch.rank, watch.size, watch._answered, watch._patience, watch._closing = 0, 2, 0, 60.0, True
+    watch._store, watch._told = dist.HashStore(), None
+    watch._limit, watch._doing, watch._since, watch._main = 60.0, "iteration 3", 0.0, None
+    stuck = SimpleNamespace(facts=lambda: call("barrier", 3, ranks=(0, 1)))
+    watch._ask("asked for by SIGUSR2 to rank 0", stuck if hangs else None)
+    text = capsys.readouterr().err
+    assert text.startswith("\nHANG REPORT: asked for by SIGUSR2 to rank 0")
+    assert ("NO ANSWER" in text) == hangs and ("the run of this rank ended" in text) != hangs

@@ -56,3 +56,12 @@ def test_a_rank_tries_what_it_writes_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(log, "_rank", (2, 3))
     with pytest.raises(ConfigError, match="^--tensorboard-dir"):
         check_output_paths(args)
+
+
+def test_what_another_rank_cannot_write_stands_in_this_ranks_error(tmp_path, monkeypatch):
+    """Rank 0 speaks for all: --tensorboard-dir is the last rank's."""
+    both = lambda mine, group, purpose: [mine, ["--tensorboard-dir x cannot be written: it is full"]]  # noqa: E731
+    monkeypatch.setattr("megatron_lite.training.output_paths.collectives.all_gather_object", both)
+    monkeypatch.setattr(log, "_rank", (0, 2))
+    with pytest.raises(ConfigError, match="--tensorboard-dir x cannot be written: it is full"):
+        check_output_paths(_args())

@@ -154,3 +154,23 @@ def test_ranges_are_named_as_the_parts_and_closed_also_after_an_error(monkeypatc
     events.clear()
     model(torch.ones(1, 2))
     assert events == []
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_trace_that_the_disk_did_not_take_is_not_said_to_be_written(tmp_path, monkeypatch, capsys, takes):
+    """torch tells nobody: it leaves its partial file, and a former run's trace beside it."""
+
+    def export(self, path):
+        (tmp_path / ("trace_rank0.json" if takes else "trace_rank0.json.tmp")).write_text("new")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    (tmp_path / "trace_rank0.json").write_text("of a former run")
+    profiler = Profiler(arguments(tmp_path, device=torch.device("cpu")), [])
+    profiler.before_step(2)
+    profiler.close()
+    out, err = capsys.readouterr()
+    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    if takes:
+        assert left == {"trace_rank0.json": "new"} and "written to" in out and not err
+    else:
+        assert left == {} and "written to" not in out and "no profile written to" in err
