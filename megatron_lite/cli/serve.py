@@ -210,6 +210,12 @@ def build_engine(loaded: LoadedModel) -> Engine:
         _at_least_one("inference_dynamic_batching_max_requests", requests)
     if most is not None:
         _at_least_one("inference_dynamic_batching_max_tokens", most)
+    if dynamic and most is not None and most < requests:
+        raise ConfigError(
+            f"--inference-dynamic-batching-max-tokens {most} with {requests} prompts at once",
+            why="a step computes a token of each prompt that runs",
+            fix=f"--inference-dynamic-batching-max-tokens {requests} or more, or --inference-max-requests {most}",
+        )
     if args.moe_expert_capacity_factor is not None and requests > 1:
         raise ConfigError(
             f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor} and {requests} prompts at once",

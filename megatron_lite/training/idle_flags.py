@@ -100,6 +100,8 @@ IDLE: tuple[tuple[str, Condition, str], ...] = (
         lambda a: a.fp8_format is not None and a.fp8_recipe == "delayed",
         "--fp8-format X with --fp8-recipe delayed",
     ),
+    ("fp8_amax_compute_algo", lambda a: a.fp8_amax_history_len > 1, "--fp8-amax-history-len N, N > 1"),
+    ("fp8_amax_history_len", lambda a: a.fp8_amax_compute_algo == "max", "--fp8-amax-compute-algo max"),
     ("fp8_recipe fp8_wgrad first_last_layers_bf16", lambda a: a.fp8_format is not None, "--fp8-format e4m3 or hybrid"),
     ("num_layers_at_*_in_bf16", lambda a: a.first_last_layers_bf16, "--first-last-layers-bf16"),
     # -- experts

@@ -290,6 +290,14 @@ def test_settings_with_which_nothing_is_computed_are_refused(model):
         ({"inference_max_requests": 0}, "--inference-max-requests 0"),
         ({"moe_expert_capacity_factor": 1.0}, "--inference-max-requests 1"),
         ({"inference_dynamic_batching_max_tokens": 0}, "max-tokens 0"),
+        (
+            {
+                "inference_dynamic_batching": True,
+                "inference_max_requests": 8,
+                "inference_dynamic_batching_max_tokens": 7,
+            },
+            "max-tokens 7 with 8 prompts",
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             serve.build_engine(loaded(model, **more))

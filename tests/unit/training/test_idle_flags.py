@@ -31,7 +31,7 @@ ON = {
     "attention_softmax_in_fp32": {"bf16": True},
     "lm_head_bias": {},
     "reset_position_ids": {},
-    "fp8_amax_*": {"fp8_format": "hybrid"},
+    "fp8_amax_*": {"fp8_format": "hybrid", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
     "fp8_recipe": {"fp8_format": "hybrid"},
     "num_layers_at_*_in_bf16": {"first_last_layers_bf16": True},
     "mup_*": {"use_mup": True},
@@ -213,6 +213,13 @@ def test_a_flag_of_something_switched_off_is_told(run, row, name):
     flag nothing is said."""
     assert len(told(run, name, OFF.get(row, {}))) == 1
     assert told(run, name, ON[row]) == []
+
+
+def test_half_of_a_longer_history_is_told(run):
+    """The largest of one step is the last one, and the last of many as well."""
+    fp8 = {"fp8_format": "hybrid"}
+    assert len(told(run, "fp8_amax_compute_algo", {**fp8, "fp8_amax_compute_algo": "max"})) == 1
+    assert len(told(run, "fp8_amax_history_len", {**fp8, "fp8_amax_history_len": 16})) == 1
 
 
 def test_all_that_was_typed_for_one_thing_is_told_in_one_line_at_start_up(capsys):
