@@ -72,7 +72,9 @@ def mup_problems(config: Any) -> Iterator[ConfigError]:
     for name in ("mup_base_hidden_size", "mup_base_head_dim", "mup_embedding_mult", "mup_output_mult"):
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
-            yield ConfigError(f"--{name.replace('_', '-')} {value}", why="it is a size or a factor", fix="1 or more")
+            yield ConfigError(
+                f"--{name.replace('_', '-')} {value}", why="it is a size or a factor", fix="a number above 0"
+            )
     given = [name for name, default in _DEFAULTS.items() if getattr(config, name) != default]
     if given and not config.use_mup:
         yield ConfigError(

@@ -32,6 +32,8 @@ ON = {
     "lm_head_bias": {},
     "reset_position_ids": {},
     "fp8_amax_*": {"fp8_format": "hybrid", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
+    "fp8_amax_compute_algo": {"fp8_format": "hybrid", "fp8_amax_history_len": 16},
+    "fp8_amax_history_len": {"fp8_format": "hybrid", "fp8_amax_compute_algo": "max"},
     "fp8_recipe": {"fp8_format": "hybrid"},
     "num_layers_at_*_in_bf16": {"first_last_layers_bf16": True},
     "mup_*": {"use_mup": True},
