@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.errors import ConfigError
@@ -79,7 +79,6 @@ def test_stages_of_a_copy_may_be_neighbours():
 SIZES = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
 
 
-@settings(deadline=None)
 @given(SIZES, st.permutations(AXES), st.sets(st.sampled_from(AXES), min_size=1))
 def test_groups_share_out_the_world_and_cross_in_one_rank(sizes, order, axes):
     """Every rank once; a group over some axes and one over all the others have exactly one rank in common."""

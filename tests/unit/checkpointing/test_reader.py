@@ -92,7 +92,7 @@ def test_files_of_other_writers_are_read_whole(tmp_path, counted):
     assert _read(tmp_path / "d", part, counted) > BYTES
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), st.integers(1, 4), st.sampled_from([1, 16, 10**6]))
 def test_a_part_of_a_box_is_its_slice(data, dims, small):
     shape = [data.draw(st.integers(1, 5)) for _ in range(dims)]

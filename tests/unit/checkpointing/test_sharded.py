@@ -48,7 +48,7 @@ def _layout(draw, shape):
     return lambda tensor: cut("w", tensor, dim, bounds)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_layout_reads_what_any_layout_saved(data):
     """A box at a wrong offset, a forgotten piece or a swapped dimension shows here."""
@@ -276,7 +276,7 @@ def _new(folder: Path) -> Path:
 # -- padding -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
 def test_padded_rows_are_cut_anew_for_whole_and_flat_parts(saved_rows, rows, data):
     """What both have is read, the rest is zero: also where a rank holds a flat range that begins within a row."""

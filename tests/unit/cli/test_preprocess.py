@@ -235,7 +235,7 @@ def test_partitions_deal_lines_round_as_megatron_does(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.preprocess"))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     files=st.lists(
         st.lists(

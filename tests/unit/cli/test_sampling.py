@@ -31,7 +31,7 @@ def reference(logits, temperature, top_k, top_p):
     return result
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(0, 10_000),
     st.integers(2, 60),

@@ -75,7 +75,7 @@ def test_no_text_is_lost_and_long_texts_are_cut_first(monkeypatch):
 
 
 @sentencex
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.sampled_from(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.datasets.blended_dataset import BlendedDataset
@@ -19,7 +19,6 @@ from tests.unit.datasets.corpora import build, config, numbered, write_corpus
 # -- words ----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1000), min_size=3, max_size=3).filter(lambda v: sum(v) > 1e-3), st.integers(0, 10**6))
 def test_split_bounds_cover_all_documents_once(shares, n):
     matrix = convert_split_vector_to_split_matrix(normalize(shares))

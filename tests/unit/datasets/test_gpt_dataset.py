@@ -22,7 +22,7 @@ from megatron_lite.errors import ConfigError, DataError
 from tests.unit.datasets.corpora import EOD, Words, build, config, numbered, write_corpus
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from([EOD, 5]), min_size=1, max_size=12))
 @example([EOD, 5, EOD, EOD, 5, EOD])
 def test_resets_equal_segments_counted_token_by_token(tokens):
@@ -179,7 +179,7 @@ def test_C025_healthy_data_gives_no_warning(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=10).filter(lambda sizes: sum(sizes) > 0),
     st.integers(1, 12),
@@ -202,7 +202,7 @@ def test_every_sample_asked_for_can_be_read(tmp_path_factory, sizes, s, wanted):
     assert counts.sum() > dataset.num_epochs * sum(sizes) - s - 1  # only the tail of the last epoch is left out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 20), min_size=1, max_size=10).filter(sum),
     s=st.integers(1, 12),
@@ -248,7 +248,7 @@ def test_samples_are_the_stream_of_the_epochs_to_the_last_token(tmp_path_factory
 # -- documents of the corpus as boundaries ----------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(1, 14))
 def test_document_boundaries_equal_a_count_token_by_token(lengths, s):
     """Empty documents, a cut by the end of the sample, padding: it belongs to the last document."""

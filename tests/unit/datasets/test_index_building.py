@@ -41,7 +41,7 @@ def walk(sizes, documents, s, x, samples):
 sizes_of_documents = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(sum)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes_of_documents, st.integers(1, 12), st.integers(0, 1), st.integers(1, 4), st.integers(1, 5))
 def test_sample_index_equals_the_walk(sizes, s, x, epochs, chunk):
     """In chunks as small as one document, so that every boundary between chunks is passed."""
@@ -63,7 +63,7 @@ def read(index, documents, tokens, k, x):
     return [*tokens[documents[p0]][o0:], *middle, *tokens[documents[p1]][: o1 + x]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sizes_of_documents, st.integers(1, 9), st.integers(0, 1), st.booleans(), st.integers(1, 3))
 @example([3, 5, 0], 4, 1, False, 1)  # an empty last document
 @example([1], 1, 1, True, 1)
@@ -122,7 +122,6 @@ def test_C022_every_document_is_drawn_once_per_epoch_and_seeds_differ():
 
 
 @given(st.integers(0, 200), st.integers(0, 200))
-@settings(deadline=None)
 def test_shuffle_index_permutes_both_parts(a, b):
     first, total = min(a, b), max(a, b)
     index = build_shuffle_index(first, total, np.random.RandomState(5))
@@ -170,7 +169,7 @@ def greedy(weights, size, limits=None):
     return datasets, samples
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8), st.integers(0, 2000))
 @example([0.25] * 4, 1001)
 @example([1.0, 1e-4, 1e-4], 2000)
@@ -184,7 +183,7 @@ def test_blend_equals_the_rule_and_keeps_every_share(weights, size):
     assert not size or gap.max() <= (1 + 1e-9 if len(shares) <= 2 else 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=8))
 def test_exhaustive_blend_uses_every_sample_once(sizes):
     datasets, samples = build_exhaustive_blending_indices(sizes)

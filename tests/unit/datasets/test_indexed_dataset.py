@@ -28,7 +28,7 @@ def write(prefix, documents=DOCUMENTS, dtype=np.int32, modes=None):
     return str(prefix)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=4), max_size=6),
     dtype=st.sampled_from([kind.name for kind in DType]),

@@ -84,7 +84,7 @@ def masked(dataset, tokens, target, seed=0):
     return dataset._create_masked_lm_predictions(tokens, target, np.random.RandomState(seed))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     body=st.lists(st.integers(4, 19), min_size=1, max_size=40),
     target=st.integers(2, 40),
@@ -163,7 +163,7 @@ def test_runs_of_words_have_lengths_of_p_1_over_n(dataset):
         assert abs(lengths[n] / total - share) < 0.03 + 4 * (share * (1 - share) / total) ** 0.5, lengths
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(a=st.integers(0, 30), b=st.integers(0, 30), target=st.integers(2, 40), seed=st.integers(0, 1000))
 def test_truncation_keeps_the_target_and_prefers_the_longer_segment(a, b, target, seed):
     from megatron_lite.datasets.bert_dataset import _truncate

@@ -67,7 +67,7 @@ def test_a_block_is_never_trusted_by_its_name(tmp_path, damage):
         BlockTable([block])
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(rows=st.integers(1, 40), size=st.integers(1, 15), step=st.integers(1, 15))
 def test_a_table_of_blocks_is_one_array(tmp_path_factory, rows, size, step):
     folder = tmp_path_factory.mktemp("blocks")

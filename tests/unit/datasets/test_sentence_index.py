@@ -37,7 +37,7 @@ def walk(docs, sizes, epochs, wanted, longest, short, seed, least):
     return rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.lists(st.sampled_from([0, 1, 3, 7, 12, 40, 513]), max_size=9), min_size=1, max_size=9),
     longest=st.integers(2, 60),

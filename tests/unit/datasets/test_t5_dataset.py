@@ -95,7 +95,7 @@ def text_of(sample, sentinels) -> list[int]:
     return out
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     idx=st.integers(0, 39),
     probability=st.sampled_from([0.15, 0.3, 0.6]),

@@ -1,7 +1,7 @@
 """Rows sorted by expert against the definition, token by token."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.fusions.permute import permute, plan_rows, reorder, row_values, transposed_chunks, unpermute
@@ -15,7 +15,6 @@ MAPS = st.integers(0, 9).flatmap(
 )
 
 
-@settings(deadline=None)
 @given(MAPS)
 def test_rows_are_the_marked_tokens_by_expert_and_sums_bring_them_back(routing_map):
     """Tokens without an expert, experts without a token, none of either; gradients are each other's forward."""
@@ -63,7 +62,6 @@ def test_chunks_of_two_and_of_three_sources():
         assert order.tolist() == there and inverse.tolist() == back
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_reordered_chunks_lie_by_expert_and_come_back(counts):
     """Each row carries its (source, expert, number); gradients take the way back."""

@@ -115,7 +115,7 @@ def test_what_retro_cannot_have_is_refused_with_its_flag(more, flag):
 
 
 # -- chunks and queries ------------------------------------------------------------------------------------------------
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ns=st.integers(1, 23), m=st.integers(1, 6), b=st.integers(1, 3))
 def test_the_last_token_of_a_chunk_is_the_first_to_see_its_neighbours(ns, m, b):
     """By index: what lies in which row and column, for any length."""

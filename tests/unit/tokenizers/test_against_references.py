@@ -19,7 +19,7 @@ from tests.unit.tokenizers.files import TEXTS
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 ANY_TEXT = st.text(st.sampled_from("the cat Playing12 .,!'\n\t\u00eb\u00c9\u20ac\u6f22\u0130\x00"), max_size=40)
-QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 # -- GPT-2 ------------------------------------------------------------------------------------------------------------

@@ -90,7 +90,6 @@ def test_null_tokenizer_special_ids_are_checked():
         build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"))
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_bytes_return_any_text_and_never_look_like_special_tokens(text):
     text = text.encode("utf-8", "ignore").decode("utf-8")
@@ -111,7 +110,7 @@ def test_byte_tokenizer_table():
 # -- sentencepiece --------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.text(st.sampled_from("ab =():\n\t\r#\u00e9\u6f22\U0001f642\x00\x0c\u00a0"), max_size=30))
 def test_trained_model_returns_code_as_it_was(model, text):
     tokenizer = SentencePieceTokenizer(model)

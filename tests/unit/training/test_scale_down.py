@@ -1,7 +1,7 @@
 """Small runs keep the structure of the large one, and are legal whatever it was."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.errors import ConfigError
@@ -63,7 +63,6 @@ def test_a_shape_that_could_not_start_is_not_made_legal_by_scaling():
         scale_down(parse_args(["--num-attention-heads", "4"]), 2, 5, 8)
 
 
-@settings(deadline=None)
 @given(
     experts=st.sampled_from([2, 4, 8, 64, 256]),
     topk=st.sampled_from([2, 4, 8]),
@@ -90,7 +89,6 @@ def test_experts_become_few_and_stay_spread(experts, topk, groups, ep, tp, exper
     assert any(f"instead of {experts}, {topk} and {ep}" in line for line in changes)
 
 
-@settings(deadline=None)
 @given(
     tp=st.sampled_from([1, 2, 4, 8, 16]),
     heads_per_rank=st.integers(1, 8),

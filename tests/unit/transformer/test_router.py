@@ -99,7 +99,7 @@ def test_equal_scores_go_to_the_lower_expert() -> None:
     assert routing_map.nonzero()[:, 1].view(5, 3).tolist() == [[0, 1, 2]] * 5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 7),
     st.sampled_from([(4, 1, 1), (8, 2, 1), (8, 4, 2), (12, 3, 3)]),
