@@ -99,3 +99,17 @@ def folder_words(save: Path | None = None, load: Path | None = None) -> list[str
     """The flags."""
     words = ["--save", str(save), "--save-interval", "1"] if save else []
     return words + (["--load", str(load)] if load else [])
+
+
+def saver(world: Any, tmp_path_factory: Any, layouts: dict[str, Layout], train_and_save: Any, steps: int) -> Any:
+    """`saver(...)(name)` -> (folder of that layout's checkpoint at `steps`, its losses after that), made once."""
+    done: dict[str, tuple[Path, list[float]]] = {}
+
+    def save(name: str) -> tuple[Path, list[float]]:
+        if name not in done:
+            root, layout = tmp_path_factory.mktemp(name), layouts[name]
+            seen = world(layout.world_size).run(train_and_save, layout, folder_words(save=root))
+            done[name] = root, losses_of(seen)[steps:]
+        return done[name]
+
+    return save

@@ -13,7 +13,7 @@ from megatron_lite.process_groups_config import ProcessGroupCollection
 from megatron_lite.training.layout_check import TOLERANCE, table
 from megatron_lite.training.record import RankRecord, record_rank
 from tests.distributed.layouts import Layout, Matrix, run
-from tests.distributed.resume import folder_words, losses_of, train
+from tests.distributed.resume import folder_words, losses_of, saver, train
 
 TORCH = ("--use-torch-fsdp2",)
 MEGATRON = ("--use-megatron-fsdp",)
@@ -101,16 +101,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def saved(world, tmp_path_factory):
     """Layout -> (folder of its checkpoint at STEPS, its losses after that)."""
-    done = {}
-
-    def save(name):
-        if name not in done:
-            root, layout = tmp_path_factory.mktemp(name), SAVED[name]
-            seen = world(layout.world_size).run(train_and_save, layout, folder_words(save=root))
-            done[name] = root, losses_of(seen)[STEPS:]
-        return done[name]
-
-    return save
+    return saver(world, tmp_path_factory, SAVED, train_and_save, STEPS)
 
 
 def train_and_save(layout, words):

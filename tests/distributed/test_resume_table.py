@@ -9,7 +9,7 @@ import os
 import pytest
 
 from tests.distributed.layouts import Layout
-from tests.distributed.resume import folder_words, losses_of, train
+from tests.distributed.resume import folder_words, losses_of, saver, train
 
 pytestmark = pytest.mark.slow
 
@@ -59,16 +59,7 @@ if os.environ.get("MEGATRON_LITE_WHOLE_TABLE"):
 @pytest.fixture(scope="module")
 def saved(world, tmp_path_factory):
     """Layout -> (folder of its checkpoint at STEPS, its losses after that)."""
-    done = {}
-
-    def save(name):
-        if name not in done:
-            root = tmp_path_factory.mktemp(name)
-            seen = world(LAYOUTS[name].world_size).run(train_and_save, LAYOUTS[name], folder_words(save=root))
-            done[name] = root, losses_of(seen)[STEPS:]
-        return done[name]
-
-    return save
+    return saver(world, tmp_path_factory, LAYOUTS, train_and_save, STEPS)
 
 
 def train_and_save(layout, words):
